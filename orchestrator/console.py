@@ -1,0 +1,142 @@
+"""One object decides what is printed where: data on stdout, everything else on stderr.
+
+No command looks at `--json`, `--quiet` or a terminal by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+    from orchestrator.errors import DfoError
+
+JSON_SCHEMA = "dfo/1"
+
+
+@dataclass
+class Step:
+    """A line of the runbook while it runs; set `detail` to what was learnt."""
+
+    name: str
+    detail: str = ""
+    draw: Callable[[str], None] = lambda text: None
+
+    def report(self, text: str) -> None:
+        """Show how far it is, where a line may move."""
+        self.draw(text)
+
+
+@dataclass
+class Console:
+    """Output policy of one command.
+
+    `json`: one object on stdout and nothing else there. `quiet`: errors only. `verbose`: 1 shows each
+    remote step, 2 the programs too. `progress`: live output (off when stderr is no terminal).
+    """
+
+    json: bool = False
+    quiet: bool = False
+    verbose: int = 0
+    progress: bool = True
+    command: str = ""
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    err: TextIO = field(default_factory=lambda: sys.stderr)
+
+    @property
+    def live(self) -> bool:
+        """Whether a moving line may be drawn on stderr."""
+        return self.progress and not self.quiet and not self.json and not self.verbose and _can_draw(self.err)
+
+    def rich(self, *, stderr: bool = False) -> RichConsole:
+        """A rich console for tables; width is fixed when nobody watches, so output is stable in files."""
+        from rich.console import Console as RichConsole
+
+        stream = self.err if stderr else self.out
+        return RichConsole(file=stream, highlight=False, soft_wrap=not stream.isatty())
+
+    def say(self, text: str = "") -> None:
+        """A line for the person at the terminal (stderr)."""
+        if not self.quiet and not self.json:
+            print(text, file=self.err, flush=True)
+
+    def debug(self, text: str, level: int = 1) -> None:
+        if self.verbose >= level:
+            print(text, file=self.err, flush=True)
+
+    def warn(self, text: str) -> None:
+        if not self.quiet:
+            print(f"warning: {text}", file=self.err, flush=True)
+
+    def data(self, text: str) -> None:
+        """A line of the answer itself (stdout); silent under `--json`, which has `result`."""
+        if not self.json:
+            print(text, file=self.out, flush=True)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A plain table on stdout, columns as wide as their contents."""
+        if self.json:
+            return
+        widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+        for row in [header, *rows]:
+            line = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
+            print(line.rstrip(), file=self.out, flush=True)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Step]:
+        """Announce a step before it blocks, and close its line with detail and time."""
+        step = Step(name)
+        started = time.monotonic()
+        if self.live:
+            step.draw = lambda text: print(f"\r  {name:<10}{text}\033[K", end="", file=self.err, flush=True)
+            step.draw("…")
+        try:
+            yield step
+        except BaseException:
+            if self.live:
+                print(f"\r  {name:<10}failed\033[K", file=self.err, flush=True)
+            raise
+        took = time.monotonic() - started
+        if not self.quiet and not self.json:
+            start, end = ("\r", "\033[K") if self.live else ("", "")
+            print(f"{start}  {name:<10}{step.detail:<52}{took:6.1f} s{end}", file=self.err, flush=True)
+
+    def result(self, **result: object) -> None:
+        """The `--json` object of a command that worked (one line, stdout)."""
+        if self.json:
+            self._emit({"ok": True, "exit_code": 0, "result": result})
+
+    def event(self, **fields: object) -> None:
+        """One line of a `--json` stream, before its `result`: `fields` has the key `event`."""
+        if self.json:
+            self._emit(fields)
+
+    def error(self, error: DfoError) -> None:
+        """The one renderer of errors: three lines, or the JSON object."""
+        if self.json:
+            self._emit({"ok": False, "exit_code": error.exit_code, "error": error.as_dict()})
+            return
+        if error.kind == "interrupted":
+            # Somebody chose this: no alarm, only what goes on and how to come back.
+            print(f"\n{error.what[:1].upper()}{error.what[1:]}.\n  {error.fix}", file=self.err, flush=True)
+            return
+        red, off = ("\033[31m", "\033[0m") if _can_draw(self.err) and not os.environ.get("NO_COLOR") else ("", "")
+        print(f"{red}error:{off} {error.what}", file=self.err)
+        why = error.why.replace("\n", "\n       ")
+        print(f"  why: {why}", file=self.err)
+        print(f"  fix: {error.fix}", file=self.err, flush=True)
+
+    def _emit(self, body: dict[str, object]) -> None:
+        print(json.dumps({"schema": JSON_SCHEMA, "command": self.command, **body}), file=self.out, flush=True)
+
+
+def _can_draw(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,1 @@
+"""What runs inside the target, as values: nothing in this package opens a connection."""

@@ -1,0 +1,65 @@
+"""`dfo env-diff`: what changed since it last worked, worst first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.cli.common import LOOK, TargetOpt, command
+from orchestrator.cli.runtime import Runtime
+
+if TYPE_CHECKING:
+    from orchestrator.console import Console
+    from orchestrator.drift import Finding
+
+BeforeArg = Annotated[Path, typer.Argument(metavar="BEFORE", help="A saved snapshot")]
+NowArg = Annotated[
+    Path | None,
+    typer.Argument(metavar="NOW", help="A later one [default: the target as it is now]", show_default=False),
+]
+
+
+@command("env-diff", panel=LOOK)
+def env_diff(rt: Runtime, before: BeforeArg, now: NowArg = None, target: TargetOpt = None) -> None:
+    """Compare two snapshots, or one with the container"""
+    from orchestrator import drift, snapshot
+
+    old = snapshot.load(before)
+    new = snapshot.load(now) if now else snapshot.take(rt.session)
+    findings = drift.differences(old, new)
+    rt.console.data(_count(findings))
+    show(rt.console, findings)
+    finish(rt.console, findings, against=str(before))
+
+
+def _count(findings: list[Finding]) -> str:
+    return {0: "No difference", 1: "1 difference"}.get(len(findings), f"{len(findings)} differences")
+
+
+def show(console: Console, findings: list[Finding]) -> None:
+    """One line a finding: how bad, what, from → to, and what follows from it."""
+    width = max((len(f.what) for f in findings), default=0)
+    for finding in findings:
+        console.data(f"  {finding.severity.mark} {finding.what:<{width}}  {finding.change}")
+        if finding.consequence:
+            console.data(f"    {'':<{width}}  {finding.consequence}")
+
+
+def finish(console: Console, findings: list[Finding], *, against: str, **facts: object) -> None:
+    """The JSON result, or `DifferenceFound` (exit 9) when there is something to know."""
+    from orchestrator.errors import DifferenceFound
+
+    if not findings:
+        console.result(**facts, findings=[])
+        return
+    worst = findings[0]
+    raise DifferenceFound(
+        "environment_differs",
+        f"the environment is not that of `{against}`",
+        why=f"{_count(findings)}; the worst: {worst.what} {worst.change}",
+        fix="write the way back with `dfo env-snapshot --lock back.txt --from GOOD.json`",
+        findings=[f.as_dict() for f in findings],
+        **facts,
+    )

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
+from orchestrator.terminal import printable_lines
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
@@ -66,20 +68,20 @@ class Console:
     def say(self, text: str = "") -> None:
         """A line for the person at the terminal (stderr)."""
         if not self.quiet and not self.json:
-            print(text, file=self.err, flush=True)
+            _print(text, self.err)
 
     def debug(self, text: str, level: int = 1) -> None:
         if self.verbose >= level:
-            print(text, file=self.err, flush=True)
+            _print(text, self.err)
 
     def warn(self, text: str) -> None:
         if not self.quiet:
-            print(f"warning: {text}", file=self.err, flush=True)
+            _print(f"warning: {text}", self.err)
 
     def data(self, text: str) -> None:
         """A line of the answer itself (stdout); silent under `--json`, which has `result`."""
         if not self.json:
-            print(text, file=self.out, flush=True)
+            _print(text, self.out)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A plain table on stdout, columns as wide as their contents."""
@@ -88,7 +90,7 @@ class Console:
         widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
         for row in [header, *rows]:
             line = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
-            print(line.rstrip(), file=self.out, flush=True)
+            _print(line.rstrip(), self.out)
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
@@ -126,16 +128,20 @@ class Console:
             return
         if error.kind == "interrupted":
             # Somebody chose this: no alarm, only what goes on and how to come back.
-            print(f"\n{error.what[:1].upper()}{error.what[1:]}.\n  {error.fix}", file=self.err, flush=True)
+            _print(f"\n{error.what[:1].upper()}{error.what[1:]}.\n  {error.fix}", self.err)
             return
         red, off = ("\033[31m", "\033[0m") if _can_draw(self.err) and not os.environ.get("NO_COLOR") else ("", "")
-        print(f"{red}error:{off} {error.what}", file=self.err)
         why = error.why.replace("\n", "\n       ")
-        print(f"  why: {why}", file=self.err)
-        print(f"  fix: {error.fix}", file=self.err, flush=True)
+        print(f"{red}error:{off} ", end="", file=self.err)
+        _print(f"{error.what}\n  why: {why}\n  fix: {error.fix}", self.err)
 
     def _emit(self, body: dict[str, object]) -> None:
         print(json.dumps({"schema": JSON_SCHEMA, "command": self.command, **body}), file=self.out, flush=True)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """A message may quote the target, and what the target says must not steer the terminal."""
+    print(printable_lines(text), file=stream, flush=True)
 
 
 def _can_draw(stream: TextIO) -> bool:

@@ -46,41 +46,78 @@ class UsageError(DfoError):
     """The command line or the inventory is wrong; nothing was contacted."""
 
     exit_code = 2
-    kinds = frozenset({
-        "usage", "inventory_missing", "inventory_invalid", "unknown_target", "unknown_run",
-        "unknown_release", "config_invalid", "file_exists", "secret_missing", "snapshot_invalid",
-        "template_invalid",
-    })
+    kinds = frozenset(
+        {
+            "usage",
+            "inventory_missing",
+            "inventory_invalid",
+            "unknown_target",
+            "unknown_run",
+            "unknown_release",
+            "config_invalid",
+            "file_exists",
+            "secret_missing",
+            "snapshot_invalid",
+            "template_invalid",
+        }
+    )
 
 
 class SourceError(DfoError):
     """The sources fail a check; nothing was sent."""
 
     exit_code = 3
-    kinds = frozenset({
-        "syntax_error", "missing_module", "unsafe_path", "too_many_files", "too_large", "no_sources",
-        "unreadable_source",
-    })
+    kinds = frozenset(
+        {
+            "syntax_error",
+            "missing_module",
+            "unsafe_path",
+            "too_many_files",
+            "too_large",
+            "no_sources",
+            "unreadable_source",
+        }
+    )
 
 
 class ConnectError(DfoError):
     """The target cannot be reached."""
 
     exit_code = 4
-    kinds = frozenset({
-        "unreachable", "host_key_mismatch", "host_key_unknown", "login_refused", "connection_lost",
-    })
+    kinds = frozenset(
+        {
+            "unreachable",
+            "host_key_mismatch",
+            "host_key_unknown",
+            "login_refused",
+            "connection_lost",
+        }
+    )
 
 
 class PreflightError(DfoError):
     """The target is reachable but not fit for the step."""
 
     exit_code = 5
-    kinds = frozenset({
-        "container_stopped", "container_missing", "not_permitted", "no_python", "old_python",
-        "disk_full", "read_only", "device_in_use", "device_missing", "run_alive", "nothing_deployed",
-        "release_broken", "resume_impossible", "remote_failed", "root_unusable",
-    })
+    kinds = frozenset(
+        {
+            "container_stopped",
+            "container_missing",
+            "not_permitted",
+            "no_python",
+            "old_python",
+            "disk_full",
+            "read_only",
+            "device_in_use",
+            "device_missing",
+            "run_alive",
+            "nothing_deployed",
+            "release_broken",
+            "resume_impossible",
+            "remote_failed",
+            "root_unusable",
+        }
+    )
 
 
 class LockError(DfoError):

@@ -112,7 +112,7 @@ class Session:
                 why=f"exit code {ended.returncode}: {last}",
                 fix=f"install Python there, or set `python` of target `{self.name}`",
             )
-        if ended.returncode < 0 or ended.returncode in (255, 137, 143):
+        if ended.returncode < 0 or ended.returncode in (255, 137, 141, 143):
             return ConnectError(
                 "connection_lost",
                 f"the connection to `{self.name}` ended in the middle of `{program}`",

@@ -15,7 +15,7 @@ LinesOpt = Annotated[int, typer.Option("--lines", "-n", metavar="N", min=1, help
 @command("audit", panel=TROUBLE)
 def audit(rt: Runtime, target: TargetArg = None, lines: LinesOpt = 50) -> None:
     """Who did what, when"""
-    from orchestrator import audit as audit_file
+    from orchestrator.deploy import audit as audit_file
 
     entries = audit_file.read(rt.session, lines=lines)
     if entries:

@@ -12,8 +12,8 @@ from orchestrator.cli.runtime import Runtime
 
 if TYPE_CHECKING:
     from orchestrator.console import Console
-    from orchestrator.deploy_plan import DeployPlan
-    from orchestrator.release import Activated
+    from orchestrator.deploy.plan import DeployPlan
+    from orchestrator.deploy.release import Activated
 
 CheckOpt = Annotated[bool, typer.Option("--check", help="Only say whether there is work to do: exit 9 if so")]
 WaitOpt = Annotated[
@@ -45,8 +45,8 @@ def deploy(
 
 def make_plan(rt: Runtime, lock_wait: float) -> DeployPlan:
     """Sources, facts, plan; one step of the runbook."""
-    from orchestrator import release
     from orchestrator.cli.steps import show_waiting
+    from orchestrator.deploy import release
     from orchestrator.words import count
 
     python_path = rt.target.env.get("PYTHONPATH")
@@ -68,8 +68,8 @@ def make_plan(rt: Runtime, lock_wait: float) -> DeployPlan:
 
 
 def ship(rt: Runtime, plan: DeployPlan, lock_wait: float) -> Activated:
-    from orchestrator import release
     from orchestrator.cli.steps import RemoteSteps
+    from orchestrator.deploy import release
 
     with RemoteSteps(rt.console, plan.steps) as steps:
         done = release.apply(rt.session, plan, lock_wait=lock_wait, on_record=steps)
@@ -113,7 +113,7 @@ def show_deployed(console: Console, plan: DeployPlan, done: Activated, seconds: 
 
 
 def show_nothing(rt: Runtime, plan: DeployPlan) -> None:
-    from orchestrator import release
+    from orchestrator.deploy import release
 
     swept = release.clean(rt.session) if plan.leftovers else []
     for name in swept:

@@ -12,7 +12,7 @@ from orchestrator.cli.runtime import Runtime
 
 if TYPE_CHECKING:
     from orchestrator.console import Console
-    from orchestrator.drift import Finding
+    from orchestrator.environment.drift import Finding
 
 BeforeArg = Annotated[Path, typer.Argument(metavar="BEFORE", help="A saved snapshot")]
 NowArg = Annotated[
@@ -24,7 +24,7 @@ NowArg = Annotated[
 @command("env-diff", panel=LOOK)
 def env_diff(rt: Runtime, before: BeforeArg, now: NowArg = None, target: TargetOpt = None) -> None:
     """Compare two snapshots, or one with the container"""
-    from orchestrator import drift, snapshot
+    from orchestrator.environment import drift, snapshot
 
     old = snapshot.load(before)
     new = snapshot.load(now) if now else snapshot.take(rt.session)

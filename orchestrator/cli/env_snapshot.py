@@ -37,8 +37,8 @@ def env_snapshot(
     good: FromOpt = None,
 ) -> None:
     """Record packages, torch, CUDA, driver, GPUs and compile caches"""
-    from orchestrator import drift, requirements_lock, snapshot
     from orchestrator.cli.env_diff import finish, show
+    from orchestrator.environment import drift, requirements_lock, snapshot
 
     before = snapshot.load(check) if check else None
     to_lock = snapshot.load(good) if good else None

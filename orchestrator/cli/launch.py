@@ -11,7 +11,7 @@ from orchestrator.cli.runtime import Runtime
 
 if TYPE_CHECKING:
     from orchestrator.console import Console
-    from orchestrator.launch import LaunchPlan
+    from orchestrator.runs.launch import LaunchPlan
 
 WarmupOpt = Annotated[bool, typer.Option("--warmup-first", help="Compile every kernel once, in order, before training")]
 ResumeOpt = Annotated[
@@ -49,7 +49,7 @@ def launch(
 ) -> None:
     """Start a run (warm-up first if asked)"""
     from orchestrator.cli.steps import show_waiting
-    from orchestrator.launch import prepare, start
+    from orchestrator.runs.launch import prepare, start
 
     where, console = rt.target, rt.console
     with console.step("check") as step:

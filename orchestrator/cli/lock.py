@@ -10,7 +10,7 @@ from orchestrator.cli.common import TROUBLE, TargetArg, command, duration, group
 from orchestrator.cli.runtime import Runtime
 
 if TYPE_CHECKING:
-    from orchestrator.lock import LockChange
+    from orchestrator.deploy.lock import LockChange
 
 MessageOpt = Annotated[str, typer.Option("--message", "-m", metavar="TEXT", help="Why, for whoever meets the lock")]
 ForOpt = Annotated[
@@ -24,7 +24,7 @@ group("lock", "Show, take or break the deploy lock", panel=TROUBLE)
 @command("lock show")
 def show(rt: Runtime, target: TargetArg = None) -> None:
     """Who holds the lock"""
-    from orchestrator import lock
+    from orchestrator.deploy import lock
     from orchestrator.terminal import printable
 
     held = lock.show(rt.session)
@@ -35,7 +35,7 @@ def show(rt: Runtime, target: TargetArg = None) -> None:
 @command("lock take")
 def take(rt: Runtime, message: MessageOpt, target: TargetArg = None, lasting: ForOpt = None) -> None:
     """Keep everybody, yourself included, from deploying and launching"""
-    from orchestrator import lock
+    from orchestrator.deploy import lock
 
     _report(rt, lock.take(rt.session, message=message, seconds=lasting), "is locked now", "dfo lock release")
 
@@ -43,7 +43,7 @@ def take(rt: Runtime, message: MessageOpt, target: TargetArg = None, lasting: Fo
 @command("lock release")
 def release(rt: Runtime, target: TargetArg = None) -> None:
     """Give back the lock that you took"""
-    from orchestrator import lock
+    from orchestrator.deploy import lock
 
     _report(rt, lock.release(rt.session), "is free again")
 
@@ -51,7 +51,7 @@ def release(rt: Runtime, target: TargetArg = None) -> None:
 @command("lock break")
 def break_(rt: Runtime, target: TargetArg = None) -> None:
     """Remove the lock, whoever holds it"""
-    from orchestrator import lock
+    from orchestrator.deploy import lock
 
     change = lock.break_lock(rt.session)
     _report(rt, change, f"is free; this ended the hold of {lock.describe(change.lock)}")

@@ -39,8 +39,8 @@ def logs(
     exit_like_run: LikeRunOpt = False,
 ) -> None:
     """Show or follow the output of a run"""
-    from orchestrator.follow import Follower, LogRequest, parse_from, parse_since
-    from orchestrator.watch import conclude, result_of, watch
+    from orchestrator.runs.follow import Follower, LogRequest, parse_from, parse_since
+    from orchestrator.runs.watch import conclude, result_of, watch
 
     request = LogRequest(
         run=choose_run(rt, words),

@@ -23,8 +23,8 @@ def pull(
     rt: Runtime, words: RunWords = None, target: TargetOpt = None, what: WhatOpt = "all", to: ToOpt = None
 ) -> None:
     """Copy checkpoints, reports and logs to this machine, verified"""
-    from orchestrator.pull import HEADER, Puller
-    from orchestrator.selection import Layout, Selection
+    from orchestrator.runs.pull import HEADER, Puller
+    from orchestrator.runs.selection import Layout, Selection
 
     run, console, chosen = choose_run(rt, words), rt.console, rt.target
     puller = Puller(

@@ -11,7 +11,7 @@ from orchestrator.cli.runtime import Runtime
 
 if TYPE_CHECKING:
     from orchestrator.console import Console
-    from orchestrator.release import ReleaseList
+    from orchestrator.deploy.release import ReleaseList
 
 PruneOpt = Annotated[
     int | None,
@@ -22,7 +22,7 @@ PruneOpt = Annotated[
 @command("releases", panel=TROUBLE)
 def releases(rt: Runtime, target: TargetArg = None, prune: PruneOpt = None) -> None:
     """List releases on the target"""
-    from orchestrator import release
+    from orchestrator.deploy import release
 
     listed = release.list_releases(rt.session) if prune is None else release.prune(rt.session, keep=prune)
     show_pruned(rt.console, listed)

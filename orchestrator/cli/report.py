@@ -35,10 +35,10 @@ def report(
     clock_from: ClockOpt = None,
 ) -> None:
     """Write what a run achieved as report.json and one HTML page"""
-    from orchestrator.report import build, missing, write
-    from orchestrator.report_input import collect
-    from orchestrator.report_page import render, verdict
-    from orchestrator.snapshot import load
+    from orchestrator.environment.snapshot import load
+    from orchestrator.report.build import build, missing, write
+    from orchestrator.report.collect import collect
+    from orchestrator.report.page import render, verdict
 
     run, console, name = choose_run(rt, words), rt.console, rt.target.name
     environment = load(snapshot) if snapshot else None

@@ -22,8 +22,8 @@ ReleaseArg = Annotated[
 @command("rollback", panel=TROUBLE)
 def rollback(rt: Runtime, target: TargetArg = None, release: ReleaseArg = None) -> None:
     """Make an earlier release current again"""
-    from orchestrator import release as releases
     from orchestrator.cli.steps import RemoteSteps
+    from orchestrator.deploy import release as releases
 
     facts = releases.facts_for_rollback(rt.session)
     wanted = releases.choose_earlier(facts, release)

@@ -16,7 +16,7 @@ LastOpt = Annotated[int, typer.Option("--last", metavar="N", min=1, help="How ma
 @command("status", panel=EVERYDAY)
 def status(rt: Runtime, words: RunWords = None, target: TargetOpt = None, last: LastOpt = 5) -> None:
     """What is deployed, what is running, on which GPUs"""
-    from orchestrator.status import HEADER, details, fetch_status, row
+    from orchestrator.runs.status import HEADER, details, fetch_status, row
 
     run = choose_run(rt, words)
     found = fetch_status(rt.session, run=run, last=last)

@@ -32,7 +32,7 @@ def stop(
     rt: Runtime, words: RunWords = None, target: TargetOpt = None, grace: GraceOpt = None, now: NowOpt = False
 ) -> None:
     """Stop a run: ask, wait, then kill the whole tree"""
-    from orchestrator.stop import stop_run
+    from orchestrator.runs.stop import stop_run
 
     run = choose_run(rt, words)
     console, name = rt.console, rt.target.name

@@ -121,7 +121,7 @@ EnvValue = Annotated[
         }
     ),
 ]
-Stage = Literal["preflight", "train", "evaluate", "export"]
+Stage = Literal["generate", "preflight", "train", "evaluate", "export"]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Variable = Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN)]
@@ -199,7 +199,8 @@ class LaunchConfig(Section):
     topology: Annotated[Topology | None, Field(examples=[{"targets": [0, 1], "drafters": [2]}])] = None
     """Overrides `topology` of the run configuration."""
     stages: Annotated[list[Stage], AfterValidator(_unique_stages)] = ["preflight", "train", "evaluate", "export"]
-    """Which stages a run has, beside the warm-up; they always run in this order."""
+    """Which stages a run has, beside the warm-up; they always run in the order generate, preflight, (warmup,) train,
+    evaluate, export. `generate` lets the target answer `generate.prompts` of the run configuration first."""
     max_runtime: Annotated[Duration | None, Field(examples=["12h"])] = None
     """Deadline of a whole run, which is then asked to stop and writes its checkpoint. Unset: none."""
     warmup: Annotated[WarmupConfig, EMPTY] = WarmupConfig()

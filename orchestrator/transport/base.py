@@ -48,9 +48,7 @@ class Transport(Protocol):
         """Run to the end. stdin is always closed after the last chunk; `deadline` is in seconds."""
         ...
 
-    def stream(
-        self, argv: Sequence[str], *, stdin: Iterable[bytes] = ()
-    ) -> AbstractContextManager[Stream]:
+    def stream(self, argv: Sequence[str], *, stdin: Iterable[bytes] = ()) -> AbstractContextManager[Stream]:
         """Run and read stdout as it comes. Leaving the block ends the reader's side at once."""
         ...
 

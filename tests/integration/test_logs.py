@@ -23,14 +23,14 @@ import pytest
 
 from orchestrator.console import Console
 from orchestrator.errors import ConnectError, DfoError, Interrupted
-from orchestrator.follow import Back, Chunk, Ended, Event, Follower, LogRequest, Lost, Restarted, Started
-from orchestrator.reconnect import Backoff
 from orchestrator.remote.wire import source_of
-from orchestrator.run import EndReason
+from orchestrator.runs.follow import Back, Chunk, Ended, Event, Follower, LogRequest, Lost, Restarted, Started
+from orchestrator.runs.reconnect import Backoff
+from orchestrator.runs.run import EndReason
+from orchestrator.runs.watch import conclude, watch
 from orchestrator.session import Session
 from orchestrator.transport.base import Stream
 from orchestrator.transport.local import LocalTransport
-from orchestrator.watch import conclude, watch
 
 QUICK = (0.0, 0.05, 0.1)
 
@@ -490,7 +490,7 @@ def test_a_line_arrives_within_300_ms_and_following_costs_nothing(tmp_path: Path
 def test_the_run_goes_on_when_the_laptop_is_killed_and_the_reader_ends(tmp_path: Path, start_run: StartRun) -> None:
     run = start_run("begin train; for i in $(seq 1 200); do echo $i >> logs/train.log; sleep 0.1; done")
     program = (
-        "import sys; from orchestrator.follow import *; from orchestrator.transport.local import LocalTransport;"
+        "import sys; from orchestrator.runs.follow import *; from orchestrator.transport.local import LocalTransport;"
         "from orchestrator.session import Session;"
         f"s = Session('here', LocalTransport(), {str(tmp_path)!r}, sys.executable);"
         "[print(e, flush=True) for e in Follower(s, LogRequest(follow=True)).events()]"

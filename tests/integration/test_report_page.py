@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.report import build, write
-from orchestrator.report_input import collect
-from orchestrator.report_page import render
+from orchestrator.report.build import build, write
+from orchestrator.report.collect import collect
+from orchestrator.report.page import render
 from orchestrator.session import Session
 from orchestrator.transport.local import LocalTransport
 

@@ -111,6 +111,9 @@ def _main(work):
         emit("done", result=work(request, stdin) or {})
     except Fail as failure:
         emit("fail", **failure.fields)
+    except BrokenPipeError:
+        # Nobody reads any more; leave as SIGPIPE would, without a last word into the same pipe.
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         emit("fail", **_os_failure(error, request.get("root", "")))
 

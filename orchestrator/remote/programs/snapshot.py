@@ -1,4 +1,5 @@
 # What is installed and running in the target, as the interpreter that trains sees it.
+import glob
 import importlib.metadata
 import importlib.util
 import platform
@@ -128,9 +129,11 @@ def folder_facts(path):
 def cache_facts(root):
     cache = os.path.join(root, "shared", "cache")
     facts = {name: folder_facts(os.path.join(cache, name)) for name in ("inductor", "triton")}
-    stamp = read_json(os.path.join(cache, "warmup.json")) or {}
+    pattern = os.path.join(glob.escape(cache), "inductor", "warmup-*.json")
+    records = [read_json(path) or {} for path in glob.glob(pattern)]
+    newest = max(records, key=lambda record: record.get("created", 0), default={})
     base = cache if os.path.isdir(cache) else os.path.dirname(root)
-    return dict(facts, file_system=file_system(base), warmup_fingerprint=stamp.get("fingerprint"))
+    return dict(facts, file_system=file_system(base), warmup_fingerprint=newest.get("digest"))
 
 
 def memory_facts():

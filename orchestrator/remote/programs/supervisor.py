@@ -20,7 +20,7 @@ SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCHED = (*ASKED, signal.SIGCHLD)
 
-STATE_OF_STAGE = {"preflight": "preparing", "warmup": "warming"}
+STATE_OF_STAGE = {"generate": "preparing", "preflight": "preparing", "warmup": "warming"}
 STATE_OF_REASON = {
     "finished": "succeeded",
     "exit_code": "failed",

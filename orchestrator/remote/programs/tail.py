@@ -6,7 +6,7 @@ BLOCK = 64 * 1024
 BURST = 256  # blocks of one file before the others get their turn
 BEAT = 4.0  # the laptop takes 15 s of silence for a dead link
 POLLS = ((10.0, 0.1), (None, 0.2))  # (seconds since the last byte, pause)
-USUAL = ("launch", "preflight", "warmup", "train", "evaluate", "export")
+USUAL = ("launch", "generate", "preflight", "warmup", "train", "evaluate", "export")
 
 
 class Log:

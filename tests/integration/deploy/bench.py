@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator import release
-from orchestrator.deploy_plan import DeployPlan
-from orchestrator.facts import Facts, gather
+from orchestrator.deploy import release
+from orchestrator.deploy.facts import Facts, gather
+from orchestrator.deploy.plan import DeployPlan
+from orchestrator.deploy.release import Activated
+from orchestrator.deploy.sources import collect
 from orchestrator.inventory.models import DeployConfig
 from orchestrator.owner import owner_for
-from orchestrator.release import Activated
 from orchestrator.remote.wire import source_of
 from orchestrator.session import Session
-from orchestrator.sources import collect
 from orchestrator.transport.local import LocalTransport
 
 INVENTORY = """\

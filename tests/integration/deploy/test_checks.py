@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import release
-from orchestrator.deploy_plan import Action
+from orchestrator.deploy import release
+from orchestrator.deploy.plan import Action
 from orchestrator.errors import PreflightError, SourceError
 from orchestrator.session import Session
 from orchestrator.transport.local import LocalTransport

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator import release
-from orchestrator.deploy_plan import Action
+from orchestrator.deploy import release
+from orchestrator.deploy.plan import Action
 from orchestrator.errors import PreflightError, TransferError, UsageError
 
 from .bench import Bench, make_bench

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import release
+from orchestrator.deploy import release
 from orchestrator.errors import DfoError, PreflightError, SourceError, TransferError
 
 from .bench import REMOTE_DIES, Bench, before
@@ -90,7 +90,7 @@ def test_dfo_is_killed_while_sending(deployed: Bench, part: float) -> None:
     old = deployed.current_content()
     script = (
         "import os, sys\n"
-        "from orchestrator import release\n"
+        "from orchestrator.deploy import release\n"
         "def dying(data, real=release._slices):\n"
         f"    for number, piece in enumerate(real(data[: int(len(data) * {part})])):\n"
         "        yield piece\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import lock, release
+from orchestrator.deploy import lock, release
 from orchestrator.errors import LockError
 from orchestrator.remote.wire import source_of
 

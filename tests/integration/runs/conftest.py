@@ -21,11 +21,11 @@ import yaml
 from orchestrator.inventory.locate import find_inventory
 from orchestrator.inventory.models import ResolvedTarget
 from orchestrator.inventory.resolve import load_inventory
-from orchestrator.launch import Started, prepare, start
-from orchestrator.run import RunStatus
+from orchestrator.runs.launch import Started, prepare, start
+from orchestrator.runs.run import RunStatus
+from orchestrator.runs.status import fetch_status
+from orchestrator.runs.stop import Stopped, stop_run
 from orchestrator.session import Session
-from orchestrator.status import fetch_status
-from orchestrator.stop import Stopped, stop_run
 from orchestrator.transport.local import LocalTransport
 
 FAKE = Path(__file__).parent.parent / "fake_release"

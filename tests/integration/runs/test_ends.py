@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.errors import PreflightError
 from orchestrator.remote.wire import source_of
-from orchestrator.run import EndReason, RunState
+from orchestrator.runs.run import EndReason, RunState
 
 from .conftest import until
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from orchestrator.errors import PreflightError, TransferError, UsageError
-from orchestrator.launch import prepare, start
-from orchestrator.run import RunState
+from orchestrator.runs.launch import prepare, start
+from orchestrator.runs.run import RunState
 
 from .conftest import NEW, OLD, until
 

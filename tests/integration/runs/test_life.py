@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from orchestrator.run import EndReason, RunState
+from orchestrator.runs.run import EndReason, RunState
 
 if TYPE_CHECKING:
     from .conftest import Bench

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.run import EndReason, RunState
+from orchestrator.runs.run import EndReason, RunState
 
 from .conftest import until
 

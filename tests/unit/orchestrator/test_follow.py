@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from orchestrator.console import Console
 from orchestrator.errors import ConnectError, Interrupted, UsageError
-from orchestrator.follow import LogRequest, parse_from, parse_since
-from orchestrator.reconnect import DELAYS, Backoff, is_transient, listen
 from orchestrator.remote.wire import Record
+from orchestrator.runs.follow import LogRequest, parse_from, parse_since
+from orchestrator.runs.reconnect import DELAYS, Backoff, is_transient, listen
 
 
 def program(*names: str) -> dict[str, Any]:

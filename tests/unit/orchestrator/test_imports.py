@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from orchestrator.checks import examine
-from orchestrator.imports import Import, Problem, ReleaseModules, imports_of, is_python, parse
-from orchestrator.sources import Entry, SourceFile, Sources
+from orchestrator.deploy.checks import examine
+from orchestrator.deploy.imports import Import, Problem, ReleaseModules, imports_of, is_python, parse
+from orchestrator.deploy.sources import Entry, SourceFile, Sources
 
 
 def file(path: str, text: str | bytes) -> SourceFile:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.console import Console
 from orchestrator.errors import UsageError
-from orchestrator.loglines import LONGEST, PATIENCE, JsonPrinter, Lines, Piece, TextPrinter
+from orchestrator.runs.loglines import LONGEST, PATIENCE, JsonPrinter, Lines, Piece, TextPrinter
 from orchestrator.terminal import printable
 
 

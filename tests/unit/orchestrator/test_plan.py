@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checks import examine, judge
-from orchestrator.deploy_plan import Action, DeployPlan
+from orchestrator.deploy.checks import examine, judge
+from orchestrator.deploy.facts import Facts
+from orchestrator.deploy.imports import OURS
+from orchestrator.deploy.plan import Action, DeployPlan
+from orchestrator.deploy.planning import make_plan, new_id
+from orchestrator.deploy.sources import Entry, SourceFile, Sources
 from orchestrator.errors import PreflightError, SourceError
-from orchestrator.facts import Facts
-from orchestrator.imports import OURS
 from orchestrator.inventory.models import DeployConfig
-from orchestrator.planning import make_plan, new_id
-from orchestrator.sources import Entry, SourceFile, Sources
 from orchestrator.words import ago, count, size
 
 OLD, OLDER = "20261128-0940-77b0e2", "20261101-1000-a1b2c3"

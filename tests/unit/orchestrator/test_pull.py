@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import DfoError, PreflightError, TransferError, UsageError
 from orchestrator.inventory.models import DEFAULT_ARTEFACTS, Artefact
-from orchestrator.part import Entry, Part, entry_from
-from orchestrator.pull import Pulled, Puller
-from orchestrator.reconnect import Backoff
-from orchestrator.selection import WHAT, Layout, Selection
+from orchestrator.runs.part import Entry, Part, entry_from
+from orchestrator.runs.pull import Pulled, Puller
+from orchestrator.runs.reconnect import Backoff
+from orchestrator.runs.selection import WHAT, Layout, Selection
 from orchestrator.session import Session
 from orchestrator.transport.base import Stream
 from orchestrator.transport.local import LocalTransport

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator import snapshot
-from orchestrator.charts import Bar, Line, bar_chart, column_chart, line_chart, smooth, thin, ticks
+from orchestrator.environment import snapshot
 from orchestrator.errors import RunError, TransferError
-from orchestrator.report import build, missing, stage_times, write
-from orchestrator.report_input import RunFiles, numbers, read_files
-from orchestrator.report_page import render, spans, verdict
-from orchestrator.run import RunStatus
+from orchestrator.report.build import build, missing, stage_times, write
+from orchestrator.report.collect import RunFiles, numbers, read_files
+from orchestrator.report.page import render, spans, verdict
+from orchestrator.report.svg import Bar, Line, bar_chart, column_chart, line_chart, smooth, thin, ticks
+from orchestrator.runs.run import RunStatus
 
 STATUS = {
     "run": 3,

@@ -8,7 +8,17 @@ import pytest
 
 from orchestrator.errors import KINDS, UsageError
 from orchestrator.remote.wire import source_of
-from orchestrator.run import OUTCOMES, EndReason, Outcome, Retry, RunChoice, RunState, RunStatus, duration, parse_run
+from orchestrator.runs.run import (
+    OUTCOMES,
+    EndReason,
+    Outcome,
+    Retry,
+    RunChoice,
+    RunState,
+    RunStatus,
+    duration,
+    parse_run,
+)
 
 
 def described(**changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from orchestrator.inventory.locate import find_inventory
 from orchestrator.inventory.models import ResolvedTarget
 from orchestrator.inventory.resolve import load_inventory
 from orchestrator.inventory.strict_yaml import parse_strict
-from orchestrator.run_config import RunConfigText, devices_of, parse_set, read_run_config
+from orchestrator.runs.run_config import RunConfigText, devices_of, parse_set, read_run_config
 
 OWN = "version: 1\n# why this rate\ntrain: {lr: 6e-4, steps: 100}\ntopology:\n  targets: [cuda:0]\n"
 
@@ -136,7 +136,7 @@ def test_merging_changes_no_value(value: object) -> None:
     """Also texts such as `1e5`, `yes` and `0x1F`, which one YAML reads as text and another as something else."""
     from yaml import dump
 
-    from orchestrator.run_config import _Dumper
+    from orchestrator.runs.run_config import _Dumper
 
     text = dump({"kept": value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     assert parse_strict(text, "merged")[0] == {"kept": value}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from orchestrator.errors import UsageError
-from orchestrator.script import render_script
+from orchestrator.runs.script import render_script
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = (ROOT / "templates" / "launch.sh.j2").read_text()

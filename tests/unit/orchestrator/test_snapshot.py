@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import drift, requirements_lock, snapshot
-from orchestrator.drift import Severity
+from orchestrator.environment import drift, requirements_lock, snapshot
+from orchestrator.environment.drift import Severity
+from orchestrator.environment.snapshot import Folder, Snapshot
 from orchestrator.errors import PreflightError, UsageError
 from orchestrator.session import Session
-from orchestrator.snapshot import Folder, Snapshot
 from orchestrator.transport.local import LocalTransport
 
 RECORDED = Path(__file__).parents[2] / "data" / "snapshots"
@@ -50,9 +50,10 @@ def test_a_snapshot_of_this_interpreter_is_true(tmp_path: Path) -> None:
     taken = snapshot.take(session(sys.executable, tmp_path))
     assert taken.python.version == ".".join(map(str, sys.version_info[:3]))
     assert taken.torch is not None
-    assert taken.torch.version == subprocess.check_output(
-        [sys.executable, "-c", "import torch; print(torch.__version__)"], text=True
-    ).strip()
+    assert (
+        taken.torch.version
+        == subprocess.check_output([sys.executable, "-c", "import torch; print(torch.__version__)"], text=True).strip()
+    )
     assert taken.version_of("pytest") == pytest.__version__
     assert taken.memory.total > 2**30
     assert taken.disk.free > 0
@@ -63,9 +64,10 @@ def test_cache_folders_are_measured(tmp_path: Path) -> None:
     inductor = tmp_path / "shared" / "cache" / "inductor"
     inductor.mkdir(parents=True)
     (inductor / "kernel").write_bytes(b"x" * 1000)
-    (inductor.parent / "warmup.json").write_text('{"fingerprint": "abc"}')
+    (inductor / "warmup-1.json").write_text('{"digest": "old", "created": 1}')
+    (inductor / "warmup-2.json").write_text('{"digest": "abc", "created": 2}')
     caches = snapshot.take(session(sys.executable, tmp_path)).caches
-    assert caches.inductor == Folder(path=str(inductor), exists=True, bytes=1000, files=1)
+    assert caches.inductor == Folder(path=str(inductor), exists=True, bytes=1062, files=3)
     assert caches.warmup_fingerprint == "abc"
 
 
@@ -145,9 +147,7 @@ def test_a_removed_dependency_of_the_trainer_is_broken_not_a_note() -> None:
 
 
 def test_a_host_upgrade_shows_as_two_driver_versions() -> None:
-    now = recorded("clean").model_copy(
-        update={"driver": snapshot.Driver(kernel_module="580.95", library="570.86")}
-    )
+    now = recorded("clean").model_copy(update={"driver": snapshot.Driver(kernel_module="580.95", library="570.86")})
     fault = find(drift.differences(recorded("clean"), now), "driver")
     assert fault.severity is Severity.BROKEN
     assert fault.after == "kernel module 580.95, library 570.86"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.deploy.sources import Entry, SourceFile, Sources, collect
 from orchestrator.errors import SourceError
 from orchestrator.inventory.models import DeployConfig
-from orchestrator.sources import Entry, SourceFile, Sources, collect
 
 #: Any name a file can have, except that the release must be able to travel as JSON (so: valid UTF-8).
 NAMES = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="/\0"), min_size=1, max_size=40).filter(

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from orchestrator import checks
-from orchestrator.deploy_plan import Action, DeployPlan
+from orchestrator.deploy import checks
+from orchestrator.deploy.facts import Facts, Release, gather
+from orchestrator.deploy.plan import Action, DeployPlan
+from orchestrator.deploy.planning import make_plan
+from orchestrator.deploy.sources import Sources, collect
 from orchestrator.errors import Interrupted, UsageError, from_dict
-from orchestrator.facts import Facts, Release, gather
 from orchestrator.inventory.models import DeployConfig
 from orchestrator.owner import owner_for
-from orchestrator.planning import make_plan
 from orchestrator.remote.wire import Record
 from orchestrator.session import Session
-from orchestrator.sources import Sources, collect
 
 DEADLINE = 120.0
 #: Bytes per second below which we call a transfer hung.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.charts import Bar, Line, bar_chart, column_chart, line_chart, smooth
-from orchestrator.run import duration
+from orchestrator.report.svg import Bar, Line, bar_chart, column_chart, line_chart, smooth
+from orchestrator.runs.run import duration
 
 #: From this many points on, the loss is drawn as a smoothed line over the raw one.
 NOISY = 40

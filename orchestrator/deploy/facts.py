@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from orchestrator.deploy.sources import Entry
 from orchestrator.errors import PreflightError
 from orchestrator.remote.wire import Record
 from orchestrator.session import Session
-from orchestrator.sources import Entry
 from orchestrator.words import count, size
 
 DEADLINE = 120.0

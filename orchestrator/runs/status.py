@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.run import RunState, RunStatus, duration
+from orchestrator.runs.run import RunState, RunStatus, duration
 from orchestrator.session import Session
 
 HEADER = ("TARGET", "RUN", "STATE", "STAGE", "RELEASE", "SINCE", "DEVICES", "LAST LINE")

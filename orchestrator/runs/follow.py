@@ -16,9 +16,9 @@ from typing import Any
 
 from orchestrator.errors import ConnectError, UsageError
 from orchestrator.inventory.units import parse_duration
-from orchestrator.reconnect import SILENCE, Backoff, is_transient, listen
 from orchestrator.remote.wire import Record
-from orchestrator.run import RunStatus
+from orchestrator.runs.reconnect import SILENCE, Backoff, is_transient, listen
+from orchestrator.runs.run import RunStatus
 from orchestrator.session import Session
 
 

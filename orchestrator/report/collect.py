@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from orchestrator.pull import Puller
-from orchestrator.run import RunStatus
-from orchestrator.selection import Layout, Selection
+from orchestrator.runs.pull import Puller
+from orchestrator.runs.run import RunStatus
+from orchestrator.runs.selection import Layout, Selection
+from orchestrator.runs.status import fetch_status
 from orchestrator.session import Session
-from orchestrator.status import fetch_status
 
 #: What is larger is no measurement.
 LARGEST = 1e18

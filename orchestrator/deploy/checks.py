@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from orchestrator.deploy.facts import Facts, Python
+from orchestrator.deploy.imports import OURS, Import, Problem, ReleaseModules, imports_of, is_python, parse
+from orchestrator.deploy.sources import SourceFile, Sources
 from orchestrator.errors import SourceError
-from orchestrator.facts import Facts, Python
-from orchestrator.imports import OURS, Import, Problem, ReleaseModules, imports_of, is_python, parse
-from orchestrator.sources import SourceFile, Sources
 from orchestrator.terminal import printable
 from orchestrator.words import count
 

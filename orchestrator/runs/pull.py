@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConnectError, PreflightError, TransferError
-from orchestrator.part import Entry, Part, entry_from, is_there, laptop_disk
-from orchestrator.reconnect import SILENCE, Backoff, is_transient, listen
 from orchestrator.remote.wire import Record
-from orchestrator.selection import Layout, Selection, group_of
+from orchestrator.runs.part import Entry, Part, entry_from, is_there, laptop_disk
+from orchestrator.runs.reconnect import SILENCE, Backoff, is_transient, listen
+from orchestrator.runs.selection import Layout, Selection, group_of
 from orchestrator.session import Session
 from orchestrator.terminal import printable
 from orchestrator.words import count, size

@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from orchestrator.environment.snapshot import Snapshot
 from orchestrator.errors import RunError
-from orchestrator.part import laptop_disk
-from orchestrator.report_input import Json, RunFiles, mapping, mappings, number, numbers, shares, text_at
-from orchestrator.run import RunStatus
-from orchestrator.snapshot import Snapshot
+from orchestrator.report.collect import Json, RunFiles, mapping, mappings, number, numbers, shares, text_at
+from orchestrator.runs.part import laptop_disk
+from orchestrator.runs.run import RunStatus
 
 SCHEMA = "dfo-report/1"
 VERSION = 1

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from orchestrator.checks import Judged
-from orchestrator.deploy_plan import Action, Change, DeployPlan
+from orchestrator.deploy.checks import Judged
+from orchestrator.deploy.facts import Facts, Release
+from orchestrator.deploy.plan import Action, Change, DeployPlan
+from orchestrator.deploy.sources import Entry, Sources
 from orchestrator.errors import PreflightError
-from orchestrator.facts import Facts, Release
 from orchestrator.inventory.models import DeployConfig
-from orchestrator.sources import Entry, Sources
 from orchestrator.terminal import printable
 from orchestrator.words import count, size
 

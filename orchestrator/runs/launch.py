@@ -21,11 +21,11 @@ from orchestrator.inventory.secrets import MASK, Secret
 from orchestrator.owner import owner_for
 from orchestrator.remote.wire import Record, source_of
 from orchestrator.resources import locate
-from orchestrator.run_config import RunConfigText, devices_of, read_run_config
-from orchestrator.script import render_script
+from orchestrator.runs.run_config import RunConfigText, devices_of, read_run_config
+from orchestrator.runs.script import render_script
 from orchestrator.session import Session
 
-STAGES = ("preflight", "warmup", "train", "evaluate", "export")
+STAGES = ("generate", "preflight", "warmup", "train", "evaluate", "export")
 PREPARE_DEADLINE = 150.0
 START_DEADLINE = 90.0
 

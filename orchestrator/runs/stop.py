@@ -9,9 +9,9 @@ from typing import Any
 from orchestrator.errors import RunError
 from orchestrator.owner import owner_for
 from orchestrator.remote.wire import Record
-from orchestrator.run import RunStatus
+from orchestrator.runs.run import RunStatus
+from orchestrator.runs.status import run_as_dict
 from orchestrator.session import Session
-from orchestrator.status import run_as_dict
 
 #: For the answer beyond every grace; the program itself gives up much earlier.
 DEADLINE = 120.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from orchestrator.drift import Severity, faults
+from orchestrator.environment.drift import Severity, faults
+from orchestrator.environment.snapshot import Snapshot
 from orchestrator.errors import UsageError
 from orchestrator.session import Session
-from orchestrator.snapshot import Snapshot
 
 DEADLINE = 900.0
 SHA256 = re.compile(r"^[0-9a-f]{64}$")
@@ -42,9 +42,7 @@ def make_lock(session: Session, good: Snapshot, now: Snapshot, path: Path) -> Lo
         )
     pins = {p.name: f"{p.name}=={p.version}" for p in good.packages if p.origin == "index"}
     timeout = DEADLINE / 3
-    answer = session.call(
-        "wheel_hashes", {"pins": sorted(pins.values()), "timeout": timeout}, deadline=DEADLINE
-    )
+    answer = session.call("wheel_hashes", {"pins": sorted(pins.values()), "timeout": timeout}, deadline=DEADLINE)
     hashes = _checked(answer)
     locked = {name: pin for name, pin in pins.items() if name in hashes}
     unlocked = [f"{p.name}=={p.version} ({p.origin})" for p in good.packages if p.name not in locked]

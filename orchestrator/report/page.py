@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from orchestrator.report import missing
-from orchestrator.report_charts import charts, clock
+from orchestrator.report.build import missing
+from orchestrator.report.figures import charts, clock
 from orchestrator.resources import bundled
 from orchestrator.terminal import printable_lines
 from orchestrator.words import count, size

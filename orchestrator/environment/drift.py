@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
-from orchestrator.snapshot import Package, Snapshot
+from orchestrator.environment.snapshot import Package, Snapshot
 
 
 class Severity(IntEnum):

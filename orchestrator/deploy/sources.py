@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from orchestrator.deploy.ignore import IgnoreRules
 from orchestrator.errors import SourceError
-from orchestrator.ignore import IgnoreRules
 from orchestrator.inventory.models import DeployConfig
 from orchestrator.resources import locate
 from orchestrator.terminal import printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from orchestrator.facts import Lock
+from orchestrator.deploy.facts import Lock
 from orchestrator.owner import owner_for
 from orchestrator.session import Session
 from orchestrator.words import ago

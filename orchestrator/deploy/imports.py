@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from orchestrator.sources import SourceFile
+from orchestrator.deploy.sources import SourceFile
 from orchestrator.terminal import printable
 
 OURS = sys.version_info[:2]

@@ -13,7 +13,7 @@ from types import FrameType
 
 from orchestrator.console import Console
 from orchestrator.errors import Interrupted
-from orchestrator.follow import (
+from orchestrator.runs.follow import (
     Back,
     Changed,
     Chunk,
@@ -26,8 +26,8 @@ from orchestrator.follow import (
     Started,
     Tick,
 )
-from orchestrator.loglines import JsonPrinter, Lines, Printer, TextPrinter
-from orchestrator.run import RunStatus, duration
+from orchestrator.runs.loglines import JsonPrinter, Lines, Printer, TextPrinter
+from orchestrator.runs.run import RunStatus, duration
 
 #: A run that has just begun is given this long before its silence is remarked upon.
 FIRST_LOG = 2.0

@@ -1,0 +1,1 @@
+"""What is installed on a target, what changed, and how to return."""

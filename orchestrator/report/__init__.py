@@ -1,0 +1,1 @@
+"""What a run achieved, as `report.json` and one HTML page."""

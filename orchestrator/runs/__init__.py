@@ -1,0 +1,1 @@
+"""Runs: launching, states and reasons, logs, stopping, and copying results back."""

@@ -1,0 +1,1 @@
+"""Who may compile, when, and in which environment."""

@@ -1,0 +1,128 @@
+"""The one place where the environment of a run is set: cache folders and compile configuration.
+
+torch's compile configuration is per thread since 2.12 (what main sets is not seen by a worker) and shared by
+the process before. So whatever has an environment variable is set there, before torch is imported, and the
+rest in each thread that runs torch code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Variables whose mere presence would hide a compile error: torch reads any non-empty text as "on".
+_REMOVED = ("TORCHDYNAMO_SUPPRESS_ERRORS",)
+_DISABLING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
+_DYNAMO_OPTIONS = (
+    "automatic_dynamic_shapes",
+    "assume_static_by_default",
+    "recompile_limit",
+    "fail_on_recompile_limit_hit",
+    "suppress_errors",
+)
+
+
+def variables(cache_dir: Path) -> dict[str, str]:
+    """The environment variables of a run whose compile caches live under `cache_dir`.
+
+    Both caches get a folder of their own: left to itself, Inductor picks a Triton folder per device and
+    writes it to the environment of the process. Profile-guided shapes are off because they make a graph
+    depend on which thread came first in an earlier run.
+    """
+    root = Path(os.path.abspath(cache_dir))  # noqa: PTH100 - resolve() would follow a link that moves
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+        "TRITON_CACHE_DIR": str(root / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES": "0",
+        "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO": "0",
+    }
+
+
+def prepare_process(cache_dir: Path, environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+    """Set the variables of a run, before torch is imported, and create the cache folders.
+
+    A variable that is already set keeps its value, so the launcher or the user decides where caches live.
+    Returns what is in force.
+    """
+    for name in _REMOVED:
+        environ.pop(name, None)
+    wanted = variables(cache_dir)
+    for name, value in wanted.items():
+        environ.setdefault(name, value)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        Path(environ[name]).mkdir(parents=True, exist_ok=True)
+    return {name: environ[name] for name in wanted}
+
+
+def configure_main(*, recompile_limit: int = 16) -> None:
+    """Once, in the main thread, after torch is imported and before workers start."""
+    import torch
+
+    # In a CUDA build without a GPU the stand-in device guard belongs to the first thread that traces; when
+    # that thread has ended, the next trace crashes the process (seen with 2.11).
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is not None and not torch.cuda.is_available():
+        ensure()
+    configure_thread(recompile_limit=recompile_limit)
+
+
+def configure_thread(*, recompile_limit: int = 16) -> None:
+    """At the start of every thread that runs torch code: few static shapes, and no silent way out.
+
+    Past `recompile_limit` graphs of one code object Dynamo would run eagerly without a word, which for
+    attention means dense scores; here it raises instead.
+    """
+    import torch._dynamo.config as dynamo
+
+    dynamo.automatic_dynamic_shapes = False
+    dynamo.assume_static_by_default = True
+    dynamo.recompile_limit = recompile_limit
+    dynamo.fail_on_recompile_limit_hit = True
+    dynamo.suppress_errors = False
+
+
+def describe(cache_dir: Path) -> dict[str, Any]:
+    """What is in force in this process and this thread, for the record of the run.
+
+    Keys: `variables` (name to value, None where unset), `disabled` (variables that switch compiling or
+    caching off), `dynamo` (options of the calling thread; None before Dynamo is imported), `torch` (version
+    or None).
+    """
+    dynamo = sys.modules.get("torch._dynamo.config")
+    torch_module = sys.modules.get("torch")
+    return {
+        "torch": None if torch_module is None else torch_module.__version__,
+        "variables": {name: os.environ.get(name) for name in variables(cache_dir)},
+        "disabled": [name for name in _DISABLING if os.environ.get(name, "0") not in ("", "0")],
+        "dynamo": None if dynamo is None else {name: getattr(dynamo, name) for name in _DYNAMO_OPTIONS},
+    }
+
+
+def clone_code(fn: F) -> F:
+    """A copy of the function `fn` with a code object of its own.
+
+    Dynamo keeps compiled graphs and the recompile limit per code object, for all threads and devices
+    together. Each worker compiles its own clone, so its graphs do not depend on the other workers.
+    Functions that `fn` calls keep theirs.
+
+    Raises:
+        TypeError: `fn` is not a plain Python function.
+    """
+    if not isinstance(fn, FunctionType):
+        raise TypeError(f"clone_code needs a plain Python function, got {type(fn).__name__}")
+    clone = FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    clone.__kwdefaults__ = fn.__kwdefaults__
+    clone.__annotations__ = fn.__annotations__
+    clone.__qualname__ = fn.__qualname__
+    clone.__module__ = fn.__module__
+    clone.__doc__ = fn.__doc__
+    clone.__dict__.update(fn.__dict__)
+    return clone  # type: ignore[return-value]

@@ -77,6 +77,8 @@ def _say_devices(console: Console, plan: LaunchPlan) -> None:
         same = "the same release" if earlier.release == plan.release else f"it ran release {earlier.release}"
         console.say(f"  resume    run {earlier.run}, {earlier.path.rpartition('/')[2]} ({same})")
     free = "in use" if plan.problem is not None else "free"
+    if not plan.gpus and any(device != "cpu" for device in plan.devices):
+        free = "not checked, there is no nvidia-smi"
     names = {gpu["index"]: gpu["name"] for gpu in plan.gpus}
     listed = [
         f"{device} ({names[int(device[5:])]})" if device != "cpu" and int(device[5:]) in names else device

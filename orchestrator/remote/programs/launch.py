@@ -105,6 +105,14 @@ def take_checkpoint(source, staging):
         file.write(name + "\n")
 
 
+def take_answers(checkpoint, staging):
+    """Copy the chats an earlier run generated: its checkpoint counts positions in exactly this data."""
+    run = os.path.dirname(os.path.dirname(checkpoint))
+    for name in sorted(os.listdir(run)):
+        if name.endswith(".jsonl") and name not in ("events.jsonl", "stages.jsonl"):
+            shutil.copy2(os.path.join(run, name), os.path.join(staging, name))
+
+
 def link_or_copy(source, target):
     try:
         os.link(source, target)
@@ -163,6 +171,7 @@ def stage_folder(staging, request):
         )
     if request["spec"].get("resume_path"):
         take_checkpoint(request["spec"]["resume_path"], staging)
+        take_answers(request["spec"]["resume_path"], staging)
 
 
 def claim_number(root, staging, spec):

@@ -183,6 +183,7 @@ def test_killing_the_laptop_at_any_moment(bench: Bench, number: signal.Signals) 
 def test_resume_goes_on_from_the_newest_checkpoint(bench: Bench) -> None:
     bench.configure(train=["checkpoint 120", "exit 3"])
     bench.run(sets=["evaluate=[]"])
+    (bench.folder(1) / "answers.jsonl").write_text("generated\n")
     bench.deploy(NEW)
     (bench.project / "run.yaml").write_text("version: 1\nexport: []\n")
     plan = prepare(bench.session, bench.target, warmup=False, resume=1, sets=["train=[]"])
@@ -193,6 +194,7 @@ def test_resume_goes_on_from_the_newest_checkpoint(bench: Bench) -> None:
     assert "resuming step-000120\n" in bench.log(2, "train")
     assert bench.spec(2)["resume_path"] == str(path)
     shutil.rmtree(bench.folder(1))
+    assert (bench.folder(2) / "answers.jsonl").read_text() == "generated\n", "the same data, so the same positions"
     weights = bench.folder(2) / "checkpoints" / "step-000120" / "drafter" / "model.safetensors"
     assert weights.read_bytes() == b"weights of 120", "it does not need the earlier run's folder any more"
     config = (bench.folder(2) / "run.yaml").read_text()

@@ -94,6 +94,9 @@ def main() -> None:
     if arguments.stage == "check":
         return
     print(f"{arguments.stage} of {Path(__file__).parent.parent.name} in {Path.cwd().name}", flush=True)
+    if arguments.stage in {"preflight", "train"} and not arguments.resume:
+        # As the real core: a folder with checkpoints is only entered when that was asked for.
+        assert not (arguments.run_dir / "checkpoints" / "latest").exists(), "unannounced checkpoint"
     if arguments.resume:
         print("resuming", (arguments.run_dir / "checkpoints" / "latest").read_text().strip(), flush=True)
     for action in config.get(arguments.stage) or []:

@@ -53,8 +53,8 @@ def launch(
 
     where, console = rt.target, rt.console
     with console.step("check") as step:
-        plan = prepare(rt.session, where, warmup=warmup_first, sets=sets or (), resume=resume)
-        step.detail = f"{plan.config.origin} accepted by release {plan.release}"
+        plan = prepare(rt.session, where, warmup=warmup_first, sets=sets or (), resume=resume, dry_run=dry_run)
+        step.detail = _accepted(plan)
     _say_devices(console, plan)
     if dry_run:
         _show(console, plan)
@@ -71,7 +71,17 @@ def launch(
     console.result(target=where.name, run=started.run, folder=started.folder, state=started.state, **plan.as_dict())
 
 
+def _accepted(plan: LaunchPlan) -> str:
+    from orchestrator.runs.launch import NO_RELEASE
+
+    if plan.release == NO_RELEASE:
+        return f"{plan.config.origin} read; no release is there to check it"
+    return f"{plan.config.origin} accepted by release {plan.release}"
+
+
 def _say_devices(console: Console, plan: LaunchPlan) -> None:
+    from orchestrator.runs.launch import NO_RELEASE
+
     if plan.resumed is not None:
         earlier = plan.resumed
         same = "the same release" if earlier.release == plan.release else f"it ran release {earlier.release}"
@@ -79,6 +89,8 @@ def _say_devices(console: Console, plan: LaunchPlan) -> None:
     free = "in use" if plan.problem is not None else "free"
     if not plan.gpus and any(device != "cpu" for device in plan.devices):
         free = "not checked, there is no nvidia-smi"
+    if plan.release == NO_RELEASE:
+        free = "not checked"
     names = {gpu["index"]: gpu["name"] for gpu in plan.gpus}
     listed = [
         f"{device} ({names[int(device[5:])]})" if device != "cpu" and int(device[5:]) in names else device

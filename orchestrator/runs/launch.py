@@ -26,6 +26,8 @@ from orchestrator.runs.script import render_script
 from orchestrator.session import Session
 
 STAGES = ("generate", "preflight", "warmup", "train", "evaluate", "export")
+#: Stands for the release in a script that is only shown.
+NO_RELEASE = "not-deployed-yet"
 PREPARE_DEADLINE = 150.0
 START_DEADLINE = 90.0
 
@@ -97,19 +99,21 @@ def prepare(
     warmup: bool,
     sets: Sequence[str] = (),
     resume: int | None = None,
+    dry_run: bool = False,
 ) -> LaunchPlan:
     """Decide everything, changing nothing.
 
     Raises UsageError (configuration, template), PreflightError (`nothing_deployed`, `resume_impossible`). Busy
-    devices are not raised but kept in the plan, because `--dry-run` and `--force` look at them differently.
+    devices are not raised but kept in the plan, because `--dry-run` and `--force` look at them differently; with
+    `dry_run` so is `nothing_deployed`, and `release` is then `NO_RELEASE`.
     """
     resumed, earlier = (None, None) if resume is None else find_resumed(session, resume)
     config = read_run_config(target, sets=sets, resumed=earlier)
     devices = devices_of(config, target.gpus)
-    request = {"op": "prepare", "target": target.name, "devices": devices, "config": config.text}
+    request = {"op": "prepare", "target": target.name, "devices": devices, "config": config.text, "dry_run": dry_run}
     answer: dict[str, Any] = session.call("launch", request | {"written": config.written}, deadline=PREPARE_DEADLINE)
     _judge_check(answer, config, target)
-    release = answer["release"]
+    release = answer["release"] or NO_RELEASE
     wanted = {*target.launch.stages, *(["warmup"] if warmup else [])}
     stages = tuple(name for name in STAGES if name in wanted)
     files = {

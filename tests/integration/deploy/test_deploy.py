@@ -229,7 +229,7 @@ PARTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters=
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.tuples(PARTS, PARTS).map("/".join), st.binary(max_size=100), min_size=1, max_size=12))
 def test_any_file_name_makes_the_round_trip(
     tmp_path_factory: pytest.TempPathFactory, contents: dict[str, bytes]

@@ -1,35 +1,14 @@
-"""A tokenizer that needs no files (one token per byte, a few merges, ChatML markers), and tiny drafters."""
+"""The tokenizer that needs no files, and tiny drafters."""
 
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.tiny_target import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.objective import Anchors, block_input_ids
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def make_tokenizer(template: str = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: number for number, piece in enumerate([*pieces, *(a + b for a, b in merges)])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.fixture

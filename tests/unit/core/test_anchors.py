@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_core.objective import block_input_ids, block_labels, sample_anchors
@@ -22,7 +22,6 @@ def drawn(anchors):
     return anchors.positions[anchors.valid].tolist()
 
 
-@settings(deadline=None)
 @given(documents=masks, padding=st.integers(0, 4), capacity=st.integers(1, 40), seed=st.integers(0, 5))
 def test_rule_and_capacity(documents, padding, capacity, seed):
     mask, ids = pack(documents, padding)
@@ -38,7 +37,6 @@ def test_rule_and_capacity(documents, padding, capacity, seed):
     assert not anchors.positions[~anchors.valid].any() and not anchors.lo[~anchors.valid].any()
 
 
-@settings(deadline=None)
 @given(documents=masks, capacity=st.integers(1, 40), order=st.randoms(use_true_random=False), padding=st.integers(0, 5))
 def test_a_document_gets_the_same_anchors_wherever_it_is_packed(documents, capacity, order, padding):
     samples = [10 + 7 * number for number in range(len(documents))]
@@ -104,7 +102,6 @@ def test_nothing_supervised_gives_no_anchor():
     assert not empty.valid.any()
 
 
-@settings(deadline=None)
 @given(documents=masks, padding=st.integers(0, 4), block_size=st.integers(2, 6))
 def test_labels_follow_the_supervised_prefix(documents, padding, block_size):
     mask, documents_of = pack(documents, padding)

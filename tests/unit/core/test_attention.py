@@ -63,7 +63,7 @@ def test_reference_equals_loops_forward_and_backward(sliding_window, causal, hea
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     spans=st.lists(
         st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: (min(p), max(p))),

@@ -42,7 +42,7 @@ def test_both_formats_and_several_files(tmp_path):
     st.booleans(),
     st.integers(1, 64),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_index_finds_every_line_with_text(tmp_path_factory, lines, final_break, chunk):
     text = "\n".join(lines) + ("\n" if final_break and lines else "")
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiny_target import make_tokenizer
 
 from dflash_core.data.encode import SampleRefused, encode_chat
 from dflash_core.errors import DataError
@@ -49,7 +50,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size
 
 
 @given(st.lists(texts, min_size=2, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_ways_to_the_mask_agree(tokenizer_pair, contents):
     by_prefix, by_blocks = tokenizer_pair
     messages = chat(*contents)
@@ -60,13 +61,8 @@ def test_both_ways_to_the_mask_agree(tokenizer_pair, contents):
 
 
 @pytest.fixture(scope="module")
-def tokenizer_pair(request):
-    from importlib import util
-
-    conftest = util.spec_from_file_location("core_conftest", request.path.parent / "conftest.py")
-    module = util.module_from_spec(conftest)
-    conftest.loader.exec_module(module)
-    return module.make_tokenizer(), module.make_tokenizer(GENERATION)
+def tokenizer_pair():
+    return make_tokenizer(), make_tokenizer(GENERATION)
 
 
 def test_the_mask_is_what_the_target_would_write(tokenizer):

@@ -69,9 +69,11 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
 
 def test_progress_line() -> None:
     line = progress_line(
-        step=120, total_steps=800, loss=2.1139, accept_length=1.817, lr=5.91e-4, tokens_per_s=41234, eta_s=373
+        step=120, last_step=800, loss=2.1139, accept_length=1.817, lr=5.91e-4, tokens_per_s=41234, eta_s=373
     )
     assert line == "step 120/800  loss 2.114  accept 1.82  lr 5.9e-4  41.2k tok/s  eta 6 min"
+    line = progress_line(step=9, last_step=80, loss=2, accept_length=1, lr=0, tokens_per_s=1, eta_s=3, estimated=True)
+    assert line.startswith("step 9/~80  ")
 
 
 @pytest.mark.parametrize(

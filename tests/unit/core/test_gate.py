@@ -201,7 +201,7 @@ def test_writers_are_not_starved(gate: Gate) -> None:
     assert order == ["writer", "reader"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=8), min_size=2, max_size=4))
 def test_nobody_is_beside_a_thread_that_meets_a_key_for_the_first_time(plans: list[list[str]]) -> None:
     active: list[bool] = []  # of every step that is inside: is the key new to its thread?

@@ -168,7 +168,7 @@ def test_dpace_weights_fall_with_the_offset_and_rise_with_confidence():
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     hits=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=6),
     lengths=st.lists(st.integers(0, 4), min_size=6, max_size=6),

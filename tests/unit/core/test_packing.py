@@ -164,7 +164,7 @@ lengths = st.lists(st.one_of(st.just(0), st.integers(1, 100)), min_size=1, max_s
 
 
 @given(lengths, st.integers(0, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_packing_loses_nothing_and_leaves_little_empty(sizes, seed):
     order = epoch_order(len(sizes), seed, 0)
     state, rows = StreamState(), []

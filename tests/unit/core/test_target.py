@@ -146,7 +146,7 @@ def test_positions_of_a_document_may_start_anywhere(target):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_cover_every_row_of_every_document_once(lengths, padding):
     documents = row(lengths, padding)[2].numpy()
     starts, sizes = document_spans(documents)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.console import Console
@@ -112,7 +112,6 @@ def test_silence_is_counted_only_while_listening() -> None:
 # --- where to start, in the target ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), max_size=40), st.integers(-1, 400))
 def test_sizes_at_a_moment_are_those_of_the_last_line_before_it(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]], moment: int
@@ -132,7 +131,6 @@ def test_without_an_index_nothing_is_known(tmp_path: Path) -> None:
     assert STARTS["sizes_at"](str(tmp_path / "index.jsonl"), 5) is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([b"\n", b"ab", b"x" * 40_000]), max_size=12).map(b"".join), st.integers(0, 14))
 def test_lines_from_the_end(tmp_path_factory: pytest.TempPathFactory, data: bytes, lines: int) -> None:
     log = Log(tmp_path_factory.mktemp("log") / "train.log", data)
@@ -142,7 +140,6 @@ def test_lines_from_the_end(tmp_path_factory: pytest.TempPathFactory, data: byte
     assert left == max(0, lines - len(whole))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=80).map(lambda data: data.replace(b"\x01", b"\n")), st.data())
 def test_the_start_of_the_line_a_byte_is_in(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, draw: st.DataObject

@@ -6,7 +6,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.console import Console
@@ -30,7 +30,6 @@ def bytes_of(pieces: list[Piece]) -> bytes:
     return b"".join(piece.data + b"\n" * piece.ends for piece in pieces)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400), st.data())
 def test_pieces_are_the_bytes_however_they_were_cut(data: bytes, draw: st.DataObject) -> None:
     lines, pieces, position = Lines(), [], 0
@@ -46,7 +45,6 @@ def test_pieces_are_the_bytes_however_they_were_cut(data: bytes, draw: st.DataOb
         expected += len(piece.data) + piece.ends
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60), st.integers(1, 7))
 def test_overdue_pieces_never_split_a_character(text: str, size: int) -> None:
     now = [0.0]
@@ -108,7 +106,6 @@ def test_control_characters_are_shown_not_obeyed(raw: str, safe: str) -> None:
     assert printable(raw) == safe
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_printable_text_cannot_move_the_cursor(text: str) -> None:
     assert not set(printable(text)) & {*map(chr, [*range(9), *range(10, 32), *range(127, 160)]), "\u202e", "\u2028"}

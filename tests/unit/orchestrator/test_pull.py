@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import DfoError, PreflightError, TransferError, UsageError
@@ -313,7 +313,6 @@ def test_a_hostile_list_of_files_is_refused(change: dict[str, object]) -> None:
     assert caught.value.kind == "pull_failed"
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_no_path_leads_out(path: str) -> None:
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.environment import snapshot
@@ -206,7 +206,6 @@ LIES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(EVALUATION, LIES)), st.fixed_dictionaries(dict.fromkeys(PROMPT, LIES)))
 def test_whatever_the_target_claims_there_is_a_page_and_valid_json(
     claims: dict[str, Any], prompt: dict[str, Any]
@@ -350,7 +349,6 @@ def test_drafted_tokens_are_told_from_the_targets_own() -> None:
 FINITE = st.floats(-1e6, 1e6)
 
 
-@settings(deadline=None)
 @given(FINITE, FINITE)
 def test_ticks_are_round_few_and_cover_the_range(one: float, other: float) -> None:
     low, high = sorted((one, other))
@@ -369,7 +367,6 @@ def test_ticks_are_what_a_person_would_choose() -> None:
     assert ticks(3, 3) == [2.4, 2.6, 2.8, 3.0, 3.2, 3.4, 3.6]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=900).map(sorted))
 def test_thin_keeps_the_ends_and_the_mean(points: list[tuple[float, float]]) -> None:
     few = thin(points)
@@ -383,7 +380,6 @@ def test_smoothing_keeps_a_straight_line() -> None:
     assert [y for _, y in smooth(line, window=7)] == pytest.approx([y for _, y in line])
 
 
-@settings(deadline=None)
 @given(st.lists(FINITE, min_size=1, max_size=60), st.text(max_size=12))
 def test_charts_are_xml_and_stay_inside(values: list[float], name: str) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]

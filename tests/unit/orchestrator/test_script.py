@@ -57,7 +57,7 @@ def test_every_variant_is_bash(changes: dict[str, Any]) -> None:
     assert "{{" not in script and "{%" not in script
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TEXT | st.sampled_from(NASTY), min_size=1, max_size=20))
 def test_words_arrive_as_they_were_sent(words: list[str]) -> None:
     script = render_script(
@@ -68,7 +68,7 @@ def test_words_arrive_as_they_were_sent(words: list[str]) -> None:
     assert done.stdout == b"".join(word.encode() + b"\0" for word in words) + words[0].encode()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(release=TEXT, value=TEXT | st.sampled_from(NASTY), resume=st.booleans())
 def test_the_real_template_hands_every_value_on(
     tmp_path_factory: pytest.TempPathFactory, release: str, value: str, resume: bool

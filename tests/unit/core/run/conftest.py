@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.tiny_target import write_chats, write_target
 
 from dflash_core.config import RunConfig, load_run_config
-
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "run", "far"]
 
 
 @dataclass(frozen=True)
@@ -52,35 +49,6 @@ class TinyRun:
         folder = self.folder / name
         folder.mkdir()
         return TinyRun(folder, json.loads(json.dumps(self.settings))).change()
-
-
-def write_chats(path: Path, count: int, *, seed: int) -> None:
-    rng = torch.Generator().manual_seed(seed)
-
-    def words(n: int) -> str:
-        return " ".join(WORDS[int(i)] for i in torch.randint(0, len(WORDS), (n,), generator=rng))
-
-    chats = []
-    for number in range(count):
-        length = int(torch.randint(4, 9, (1,), generator=rng))
-        chats.append(
-            {"messages": [
-                {"role": "user", "content": f"{seed}-{number} {words(2)}"},
-                {"role": "assistant", "content": words(length)},
-            ]}
-        )  # fmt: skip
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-
-
-def write_target(folder: Path, tokenizer: Any, *, layers: int = 6, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, initializer_range=0.1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture

@@ -101,9 +101,8 @@ def test_a_truncated_drafter_is_refused(trained: Any, quiet: Any) -> None:
 
 def test_prompt_sets_count_and_hash_distinct_prompts(tiny_run: Any) -> None:
     sets = prompt_sets(tiny_run.config)
-    texts = []
-    for line in (tiny_run.folder / "heldout.jsonl").read_text().splitlines():
-        texts.append(json.loads(line)["messages"][0]["content"])
+    lines = (tiny_run.folder / "heldout.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["messages"][0]["content"] for line in lines]
     hashes = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts)
     assert sets["heldout"] == {"count": 4, "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
     assert sets["train"]["count"] == 12

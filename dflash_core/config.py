@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dflash_core.cache_folder import cache_folder
 from dflash_core.errors import ConfigError
 from dflash_core.strict_yaml import Check, load_dataclass, settings_of
 
@@ -187,7 +188,8 @@ class GenerateConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """Everything about one run. Paths are relative to the current folder; see `resolve_path` for packages."""
+    """Everything about one run. Paths are relative to the current folder, or `run:NAME`, `cache:NAME` and
+    `package:NAME/sub`; see `placed` and `resolve_path`."""
 
     version: Annotated[int, "the version of this file format", THIS_VERSION]
     seed: Annotated[int, "the seed of every random choice", NON_NEGATIVE] = 0
@@ -198,6 +200,10 @@ class RunConfig(Section):
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+    def placed(self, run_dir: Path) -> RunConfig:
+        """The same with `run:NAME` and `cache:NAME` replaced by paths in the run's folder and in the cache folder."""
+        return _placed(self, {"run:": run_dir, "cache:": cache_folder("")})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars; written as YAML and loaded again they give an equal `RunConfig`."""
@@ -232,6 +238,18 @@ def resolve_path(path: str) -> Path:
             f"install the package that provides {name!r} into this environment, or give a folder",
         )
     return Path(next(iter(spec.submodule_search_locations))) / sub
+
+
+def _placed(value: Any, bases: dict[str, Path]) -> Any:
+    if isinstance(value, Section):
+        names = [f.name for f in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{name: _placed(getattr(value, name), bases) for name in names})
+    if isinstance(value, tuple):
+        return tuple(_placed(item, bases) for item in value)
+    for prefix, base in bases.items():
+        if isinstance(value, str) and value.startswith(prefix):
+            return str(base / value.removeprefix(prefix))
+    return value
 
 
 def _plain(value: Any) -> Any:

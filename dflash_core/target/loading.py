@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as _transformers_logging
 
 from dflash_core.cache_folder import cache_folder
@@ -58,6 +58,15 @@ def load_target(config: TargetConfig, device: str | torch.device = "cpu", *, dty
             folder = _dequantised_copy(folder, config.gguf_file)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, local_files_only=True)
     return Target(model.to(device))
+
+
+def load_target_config(config: TargetConfig) -> Any:
+    """The target's transformers configuration, without reading its weights. Raises `TargetError`."""
+    folder = _checked_folder(config)
+    with _loading(config):
+        if config.gguf_file is not None:
+            folder = _dequantised_copy(folder, config.gguf_file)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

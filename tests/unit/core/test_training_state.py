@@ -1,4 +1,5 @@
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,22 @@ def test_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
     assert "No space left" in caught.value.why
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()] == ["step-000010"]
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-000010"
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small tmpfs is not allowed here: a full disk is NOT tested")
+    try:
+        write(tmp_path, 10)
+        large = {**TENSORS, "exp_avg.w": torch.zeros(400, 400)}
+        with pytest.raises(CheckpointError, match="step-000020"):
+            write_checkpoint(tmp_path, TrainState(step=20), large, save_drafter=save_drafter, keep=1)
+        assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000010"]
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-000010"
+        read_tensors(tmp_path / "checkpoints" / "step-000010", SHAPES)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_state_json_is_plain_json(tmp_path: Path) -> None:

@@ -237,3 +237,13 @@ def test_an_unwritable_run_directory_is_an_error_not_a_traceback(tiny_run: Any, 
     Path(tiny_run.run_dir).write_text("a file")
     assert call(tiny_run, "export") == 5
     assert str(tiny_run.run_dir) in error_lines(capsys)[0]
+
+
+def test_a_full_disk_is_no_bug(tiny_run: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device", str(tiny_run.run_dir / "evaluation.json"))
+
+    monkeypatch.setattr("dflash_core.evaluate.evaluate", full)
+    assert call(tiny_run, "evaluate") == 5
+    what, _, fix = error_lines(capsys)
+    assert what == f"error: {tiny_run.run_dir / 'evaluation.json'}: No space left on device" and "free space" in fix

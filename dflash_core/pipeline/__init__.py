@@ -1,0 +1,1 @@
+"""Threads that turn batches into features and features into gradients."""

@@ -52,16 +52,13 @@ def evaluate(
         report = {
             "v": SCHEMA_VERSION,
             "checkpoint": folder.name,
-            "step": read_state(folder).step,
             "train_steps": read_state(folder).step,
             "dtype": config.evaluate.dtype,
             "temperature": config.evaluate.temperature,
             "max_new_tokens": config.evaluate.max_new_tokens,
             "device": device,
             "block_size": trained.config.block_size,
-            "train_set": sets["train"],
-            "heldout_set": sets["heldout"],
-            "data": {name: {"samples": r["count"], "sha256": r["sha256"]} for name, r in sets.items()},
+            "data": sets,
             **_teacher_forced(session, trained, gate, device, say),
             **_decoded(session, trained, gate, events, say),
         }

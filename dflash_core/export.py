@@ -103,7 +103,7 @@ def _measured(evaluation: dict[str, Any] | None) -> str:
         "speculative decoding, same loop": f"{evaluation['speculative_tokens_per_s']:.2f} tokens/s",
         "speculative against plain output": identical[evaluation["lossless"]],
         "held-out prompts": f"{evaluation['num_prompts']}, none of them trained on",
-        "training prompts": f"{evaluation['train_set']['count']}, sha256 {evaluation['train_set']['sha256']}",
+        "training prompts": f"{evaluation['data']['train']['samples']}, sha256 {evaluation['data']['train']['sha256']}",
         "device, type": f"{evaluation['device']}, {evaluation['dtype']}",
     }
     table = [f"| {name} | {value} |" for name, value in rows.items()]

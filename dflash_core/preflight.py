@@ -116,7 +116,7 @@ def _data(config: RunConfig, tokenizer: Any) -> Iterator[Fact]:
         yield "held-out prompts", str(len(prompts))
     if size <= SETS_COMPARED_UP_TO:
         sets = prompt_sets(config)
-        yield "prompt sets", f"{sets['train']['count']} trained on, {sets['heldout']['count']} held out, none in both"
+        yield "prompt sets", f"{sets['train']['samples']} trained on, {sets['heldout']['samples']} held out, none in both"
 
 
 def _first_usable(index: ChatIndex, config: RunConfig, tokenizer: Any) -> str:

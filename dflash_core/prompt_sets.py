@@ -12,7 +12,7 @@ from dflash_core.errors import DataError
 
 
 def prompt_sets(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """`{"train": ..., "heldout": ...}`, each the number of distinct prompts and a hash: `{"count", "sha256"}`.
+    """`{"train": ..., "heldout": ...}`, each the number of distinct prompts and a hash: `{"samples", "sha256"}`.
 
     A prompt is the first user message of a chat with white space collapsed: neither a system message nor a later turn
     makes it another one. The hash of a set covers the sorted hashes of its prompts. Raises DataError that names the
@@ -49,4 +49,4 @@ def prompt_text(messages: Iterable[Message]) -> str:
 
 def _record(hashes: Iterable[str]) -> dict[str, Any]:
     ordered = sorted(hashes)
-    return {"count": len(ordered), "sha256": hashlib.sha256("".join(ordered).encode()).hexdigest()}
+    return {"samples": len(ordered), "sha256": hashlib.sha256("".join(ordered).encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""The stress of `stress.py`; RACE_RUNS sets how many cold runs each test does (default 5)."""
+"""The stress of `stress.py`; RACE_RUNS sets how many cold runs each test does (default 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).parent / "stress.py"
-RUNS = int(os.environ.get("RACE_RUNS", "5"))
+RUNS = int(os.environ.get("RACE_RUNS", "3"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + 300 * RUNS)]
 

@@ -303,7 +303,7 @@ def test_every_event_of_the_core_is_listed_with_its_keys() -> None:
     emitted: dict[str, set[str]] = {}
     for event, keys in keyword_calls(sorted((ROOT / "dflash_core").rglob("*.py")), "emit"):
         emitted.setdefault(event, set()).update(keys)
-    emitted["step"] |= keys_written("dflash_core/progress.py", "summary") | {"lr", "grad_norm"}
+    emitted["step"] |= keys_written("dflash_core/progress.py", "_summary") | {"lr", "grad_norm"}
     emitted["warmup_step"] |= class_fields("dflash_core/pipeline/rehearsal.py", "RehearsalEntry")
     assert rows.keys() == emitted.keys()
     for event, keys in emitted.items():
@@ -324,7 +324,7 @@ def test_every_event_of_logs_is_listed_with_its_keys() -> None:
 
 def test_progress_numbers_are_explained() -> None:
     explained = words(section("training.md", "What the progress numbers mean"))
-    assert keys_written("dflash_core/progress.py", "summary") <= explained
+    assert keys_written("dflash_core/progress.py", "_summary") <= explained
 
 
 # -- all pages -------------------------------------------------------------------------------------------------------

@@ -134,12 +134,14 @@ def describe_run(root, number, marked):
     state = run_state(folder)
     ended = state["state"] in TERMINAL
     events = json_lines(os.path.join(folder, "events.jsonl"), TAIL)
-    begin = stage_begin(folder)
+    begun = newest(json_lines(os.path.join(folder, "stages.jsonl")), "begin") or {}
+    # The supervisor looks once in a while; if it died before it looked, the script's own note is newer.
+    stage = state.get("stage") or begun.get("stage")
     return {
         "run": number,
         "state": state["state"],
         "reason": state.get("reason"),
-        "stage": state.get("stage"),
+        "stage": stage,
         "exit_code": state.get("exit_code"),
         "signal": state.get("signal"),
         "release": spec.get("release", "unknown"),
@@ -151,10 +153,10 @@ def describe_run(root, number, marked):
         "updated": state.get("updated"),
         "resume_from": spec.get("resume_from"),
         "leftovers": leftovers_of(spec, state, marked) if ended else [],
-        "last_line": last_line(folder, state.get("stage") or "launch"),
+        "last_line": last_line(folder, stage or "launch"),
         "step": newest(events, "step"),
         # An error of a stage that was allowed to fail explains nothing about a later one.
-        "error": newest([event for event in events if event.get("t", 0) >= begin], "error"),
+        "error": newest([event for event in events if event.get("t", 0) >= begun.get("t", 0)], "error"),
         "details": dict(spec.get("limits") or {}, **(state.get("details") or {})),
     }
 
@@ -178,12 +180,6 @@ def last_line(folder, stage):
     text = _end_of(os.path.join(folder, "logs", "%s.log" % stage), TAIL).decode("utf-8", "replace")
     lines = [line.rpartition("\r")[2].strip() for line in text.rstrip().split("\n")]
     return next((line[:500] for line in reversed(lines) if line), "")
-
-
-def stage_begin(folder):
-    """When the newest stage began, 0 before the first."""
-    begun = newest(json_lines(os.path.join(folder, "stages.jsonl")), "begin")
-    return begun.get("t", 0) if begun else 0
 
 
 def newest(events, name):

@@ -321,9 +321,10 @@ def test_nothing_from_the_target_becomes_markup() -> None:
         (
             {},
             "good",
-            "The drafter works: accept length 1.00 → 1.60, the same text and 1.50 × the speed of plain decoding.",
+            "The drafter works: accept length 1.00 → 1.60, the same text at 1.50 × the speed of plain decoding.",
         ),
         ({"speculative_tokens_per_s": None}, "good", "the same text."),
+        ({"speculative_tokens_per_s": 5.0}, "good", "not faster on this device"),
         ({"lossless": False, "prompts": [{**PROMPT, "identical": False}]}, "bad", "Not lossless: 1 prompt decoded"),
         ({"accept_length_trained": 0.99}, "bad", "did not learn to draft"),
         ({"tau": 1.0}, "bad", "did not learn to draft"),

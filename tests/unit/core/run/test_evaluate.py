@@ -77,7 +77,7 @@ def test_the_export_is_what_was_evaluated(trained: Any, quiet: Any) -> None:
     weights = trained.run_dir / "checkpoints" / "step-000040" / "drafter" / "model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == weights.read_bytes()
     card = (folder / "README.md").read_text()
-    assert f"{report['tau']:.3f}" in card and report["train_set"]["sha256"] in card
+    assert f"{report['tau']:.3f}" in card and report["data"]["train"]["sha256"] in card
     assert '"num_speculative_tokens": 3' in card
     (trained.run_dir / "evaluation.json").unlink()
     with EventLog(None) as events:
@@ -104,8 +104,8 @@ def test_prompt_sets_count_and_hash_distinct_prompts(tiny_run: Any) -> None:
     lines = (tiny_run.folder / "heldout.jsonl").read_text().splitlines()
     texts = [json.loads(line)["messages"][0]["content"] for line in lines]
     hashes = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts)
-    assert sets["heldout"] == {"count": 4, "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
-    assert sets["train"]["count"] == 12
+    assert sets["heldout"] == {"samples": 4, "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
+    assert sets["train"]["samples"] == 12
 
 
 @pytest.mark.parametrize("disguise", ["spaces", "system", "more turns"])

@@ -116,7 +116,8 @@ def _data(config: RunConfig, tokenizer: Any) -> Iterator[Fact]:
         yield "held-out prompts", str(len(prompts))
     if size <= SETS_COMPARED_UP_TO:
         sets = prompt_sets(config)
-        yield "prompt sets", f"{sets['train']['samples']} trained on, {sets['heldout']['samples']} held out, none in both"
+        trained, held_out = (sets[name]["samples"] for name in ("train", "heldout"))
+        yield "prompt sets", f"{trained} trained on, {held_out} held out, none in both"
 
 
 def _first_usable(index: ChatIndex, config: RunConfig, tokenizer: Any) -> str:

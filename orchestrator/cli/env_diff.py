@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,7 @@ def env_diff(rt: Runtime, before: BeforeArg, now: NowArg = None, target: TargetO
     new = snapshot.load(now) if now else snapshot.take(rt.session)
     findings = drift.differences(old, new)
     rt.console.data(_count(findings))
-    show(rt.console, findings)
+    show(rt.console, findings, standing=drift.faults(new))
     finish(rt.console, findings, against=str(before))
 
 
@@ -38,8 +39,9 @@ def _count(findings: list[Finding]) -> str:
     return {0: "No difference", 1: "1 difference"}.get(len(findings), f"{len(findings)} differences")
 
 
-def show(console: Console, findings: list[Finding]) -> None:
-    """One line a finding: how bad, what, from → to, and what follows from it."""
+def show(console: Console, findings: list[Finding], *, standing: Iterable[Finding]) -> None:
+    """One line a finding: how bad, what, from → to, and what follows. `standing` faults come first, new or not."""
+    findings = [*(fault for fault in standing if fault not in findings), *findings]
     width = max((len(f.what) for f in findings), default=0)
     for finding in findings:
         console.data(f"  {finding.severity.mark} {finding.what:<{width}}  {finding.change}")
@@ -58,7 +60,7 @@ def finish(console: Console, findings: list[Finding], *, against: str, **facts: 
     raise DifferenceFound(
         "environment_differs",
         f"the environment is not that of `{against}`",
-        why=f"{_count(findings)}; the worst: {worst.what} {worst.change}",
+        why=f"{_count(findings)}; the worst: {worst.what} {worst.change[:100]}",
         fix="write the way back with `dfo env-snapshot --lock back.txt --from GOOD.json`",
         findings=[f.as_dict() for f in findings],
         **facts,

@@ -60,6 +60,6 @@ def env_snapshot(
         for line in locked.plan:
             rt.console.data(f"  {line}")
         facts["lock"] = {"path": str(lock), "plan": list(locked.plan), "unlocked": list(locked.unlocked)}
-    findings = drift.differences(before, taken) if before else list(drift.faults(taken))
-    show(rt.console, findings)
-    finish(rt.console, findings if before else [], against=str(check), **facts)
+    findings = drift.differences(before, taken) if before else []
+    show(rt.console, findings, standing=drift.faults(taken))
+    finish(rt.console, findings, against=str(check), **facts)

@@ -1,7 +1,7 @@
 """What changed between two environments, sorted by how much it hurts, with the consequence in words.
 
-A finding is either a difference between two snapshots or a fault visible in the newer one alone (a mixed
-CUDA wheel set is wrong even if it was wrong yesterday).
+A finding is either a difference between two snapshots or a fault of one of them alone: a mixed CUDA wheel set is
+wrong even if it was wrong yesterday, but only a fault that is new is a difference.
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ def faults(now: Snapshot) -> Iterator[Finding]:
 
 
 def differences(before: Snapshot, now: Snapshot) -> list[Finding]:
-    """All findings of `now` against `before`, worst first, then by name."""
-    found = [*faults(now), *_packages(before, now), *_builds(before, now), *_machine(before, now)]
+    """What `now` has that `before` had not, or otherwise: worst first, then by name."""
+    known = list(faults(before))
+    appeared = (fault for fault in faults(now) if fault not in known)
+    found = [*appeared, *_packages(before, now), *_builds(before, now), *_machine(before, now)]
     return sorted(found, key=lambda f: (-f.severity, f.what))
 
 

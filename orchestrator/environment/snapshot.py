@@ -199,5 +199,5 @@ def summary(snapshot: Snapshot) -> list[str]:
         f"{snapshot.cpu.usable} of {snapshot.cpu.cores} cores ({snapshot.cpu.model}), "
         f"{snapshot.memory.total / 2**30:.0f} GiB memory",
         f"cache {', '.join(caches)} on {snapshot.caches.file_system or 'an unknown file system'}, "
-        f"warm-up {snapshot.caches.warmup_fingerprint or 'not done'}",
+        f"warm-up {(snapshot.caches.warmup_fingerprint or 'not done')[:12]}",
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.json_keys import check_keys
 
 RECORDED = Path(__file__).parents[1] / "data" / "snapshots"
 
@@ -38,6 +39,8 @@ def dfo(project: Path, *words: str, code: int = 0) -> dict[str, Any]:
     )
     assert done.returncode == code, done.stdout + done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
+    if code == 0:
+        check_keys(words, answer)
     return answer
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.json_keys import check_keys
 from support.tiny_target import make_tokenizer, write_chats, write_target
 
 INVENTORY = """\
@@ -47,6 +48,8 @@ class Project:
         )
         assert done.returncode == code, f"dfo {' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if code == 0:
+            check_keys(words, answer)
         return answer
 
     def events(self, run: int, name: str) -> list[dict[str, Any]]:
@@ -109,6 +112,7 @@ def test_deploy_warm_up_train_follow_evaluate_report_pull(project: Project) -> N
     project.dfo("pull", "1", "--what", "export", "--to", "pulled")
     pulled = next((project.folder / "pulled").rglob("model.safetensors"))
     assert pulled.read_bytes() == (exported / "model.safetensors").read_bytes()
+    assert project.dfo("stop", "1")["result"]["state"] == "succeeded", "it had ended by itself"
 
 
 def test_an_edit_redeploys_only_itself_and_leaves_the_cache_warm(project: Project) -> None:

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from support.breaking import Breaking
 
 from orchestrator.console import Console
 from orchestrator.errors import ConnectError, DfoError, Interrupted
@@ -29,7 +29,6 @@ from orchestrator.runs.reconnect import Backoff
 from orchestrator.runs.run import EndReason
 from orchestrator.runs.watch import conclude, watch
 from orchestrator.session import Session
-from orchestrator.transport.base import Stream
 from orchestrator.transport.local import LocalTransport
 
 QUICK = (0.0, 0.05, 0.1)
@@ -137,40 +136,6 @@ def show(follow: Follower, *, json: bool = False) -> tuple[str, str]:
     return console.out.getvalue(), console.err.getvalue()  # type: ignore[attr-defined]
 
 
-@dataclass
-class Dropping(LocalTransport):
-    """Kills the remote program after so many bytes, as a broken connection does."""
-
-    after: list[int]
-    drops: int = field(default=0, init=False)
-
-    @contextmanager
-    def stream(self, argv: Sequence[str], *, stdin: Iterable[bytes] = ()) -> Iterator[Stream]:  # type: ignore[override]
-        with super().stream(argv, stdin=stdin) as stream:
-            yield _Dropped(stream, self)  # type: ignore[arg-type]
-
-
-@dataclass
-class _Dropped:
-    stream: Stream
-    owner: Dropping
-
-    def __iter__(self) -> Iterator[bytes]:
-        left = self.owner.after.pop(0) if self.owner.after else None
-        for chunk in self.stream:
-            if left is not None and len(chunk) >= left:
-                self.owner.drops += 1
-                os.kill(self.stream._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-                self.stream._process.wait()  # type: ignore[attr-defined]
-                yield chunk[:left]
-                return
-            left = left - len(chunk) if left is not None else None
-            yield chunk
-
-    def finish(self) -> object:
-        return self.stream.finish()
-
-
 WRITER = """\
 import os, random, sys, time
 random.seed(7)
@@ -193,7 +158,7 @@ def test_twenty_drops_while_twenty_megabytes_are_written(tmp_path: Path, start_r
         f"begin train; {write} logs/train.log 15000000 0.0005; end train 0\n"
     )
     rng = random.Random(3)
-    transport = Dropping([rng.randrange(1, 1_800_000) for _ in range(20)])
+    transport = Breaking([rng.randrange(1, 1_800_000) for _ in range(20)])
     follow = follower(tmp_path, transport=transport, follow=True)
     seen = list(follow.events())
     assert transport.drops == 20
@@ -208,7 +173,7 @@ def test_twenty_drops_while_twenty_megabytes_are_written(tmp_path: Path, start_r
 
 def test_drops_in_the_middle_of_records_lose_nothing(tmp_path: Path, start_run: StartRun) -> None:
     run = start_run("begin train; seq 1 200000 > logs/train.log; end train 0")
-    transport = Dropping([1500, 0, 1, 700, 701, 66000, 66001, 131500, 200000, 300003])
+    transport = Breaking([1500, 0, 1, 700, 701, 66000, 66001, 131500, 200000, 300003])
     got = collect(follower(tmp_path, transport=transport, follow=True).events())
     assert got == {"train": run.log("train")}
 
@@ -278,7 +243,7 @@ def test_an_unknown_run_is_an_error(tmp_path: Path, start_run: StartRun) -> None
 
 def test_the_newest_run_is_meant_and_kept_over_a_drop(tmp_path: Path, start_run: StartRun) -> None:
     start_run("begin train; sleep 0.5; seq 1 1000 > logs/train.log", number=9)
-    transport = Dropping([1200])
+    transport = Breaking([1200])
     follow = follower(tmp_path, transport=transport, follow=True)
     events = follow.events()
     assert isinstance(next(events), Started)
@@ -350,7 +315,7 @@ def test_a_choice_of_start_survives_a_drop_before_the_first_byte(tmp_path: Path,
     """The choice is made once; a reconnect must not choose again or begin at 0."""
     plain = list(follower(tmp_path, tail=2).events())
     for cut in range(1, 1000, 90):
-        transport = Dropping([cut])
+        transport = Breaking([cut])
         follow = follower(tmp_path, tail=2, follow=True, transport=transport)
         try:
             got = collect_from(follow)
@@ -383,7 +348,7 @@ def test_truncated_and_replaced_logs_are_noticed(tmp_path: Path, start_run: Star
 
 def test_a_log_replaced_while_the_line_was_down_is_noticed(tmp_path: Path, start_run: StartRun) -> None:
     run = start_run("begin train; echo the first file > logs/train.log; sleep 60")
-    follow = follower(tmp_path, follow=True, transport=Dropping([20_000]))
+    follow = follower(tmp_path, follow=True, transport=Breaking([20_000]))
     events = follow.events()
     for event in events:
         if isinstance(event, Chunk):
@@ -430,7 +395,7 @@ def test_a_silent_link_is_given_up_and_taken_up_again(tmp_path: Path, start_run:
 
 def test_what_a_person_sees_of_a_drop(tmp_path: Path, start_run: StartRun) -> None:
     start_run("begin train; seq 1 20000 > logs/train.log; sleep 0.5")
-    _, err = show(follower(tmp_path, follow=True, transport=Dropping([80_000])))
+    _, err = show(follower(tmp_path, follow=True, transport=Breaking([80_000])))
     lost, back, end = err.splitlines()[:3]
     assert lost.startswith("-- connection lost ") and lost.endswith(", trying again (1, 2, 4 s …) --")
     assert back.startswith("-- back after 0 s, resuming at byte 65,536 of train: nothing lost --")

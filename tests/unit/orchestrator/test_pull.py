@@ -6,18 +6,16 @@ import hashlib
 import json
 import os
 import random
-import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.breaking import Breaking
 
 from orchestrator.errors import DfoError, PreflightError, TransferError, UsageError
 from orchestrator.inventory.models import DEFAULT_ARTEFACTS, Artefact
@@ -26,7 +24,6 @@ from orchestrator.runs.pull import Pulled, Puller
 from orchestrator.runs.reconnect import Backoff
 from orchestrator.runs.selection import WHAT, Layout, Selection
 from orchestrator.session import Session
-from orchestrator.transport.base import Stream
 from orchestrator.transport.local import LocalTransport
 
 
@@ -50,39 +47,6 @@ def run(tmp_path: Path) -> Path:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return folder
-
-
-@dataclass
-class Breaking(LocalTransport):
-    """Ends the remote program after so many bytes of its answer."""
-
-    after: list[int] = field(default_factory=list)
-    drops: int = 0
-
-    @contextmanager
-    def stream(self, argv: Sequence[str], *, stdin: Iterable[bytes] = ()) -> Iterator[Stream]:  # type: ignore[override]
-        with super().stream(argv, stdin=stdin) as stream:
-            yield _Broken(stream, self)  # type: ignore[arg-type]
-
-
-@dataclass
-class _Broken:
-    stream: Stream
-    owner: Breaking
-
-    def __iter__(self) -> Iterator[bytes]:
-        left = self.owner.after.pop(0) if self.owner.after else None
-        for chunk in self.stream:
-            if left is not None and len(chunk) > left:
-                self.owner.drops += 1
-                os.kill(self.stream._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-                yield chunk[:left]
-                return
-            left = left - len(chunk) if left is not None else None
-            yield chunk
-
-    def finish(self) -> object:
-        return self.stream.finish()
 
 
 def puller(

@@ -51,13 +51,13 @@ class Session:
         index = ChatIndex(self.config.data.train)
         return BatchStream(index, self.tokenizer, self.config.data, seed=self.config.seed)
 
-    def feature_store(self, *, always: bool = False) -> FeatureStore | None:
-        """The store of `data.feature_store`; with `always`, one in RAM when none is configured."""
+    def feature_store(self) -> FeatureStore | None:
+        """The store of `data.feature_store`, if one is configured."""
         folder = self.config.data.feature_store
-        if folder is None and not always:
+        if folder is None:
             return None
         return FeatureStore(
-            Path(folder) if folder is not None else None,
+            Path(folder),
             self.target_fingerprint(),
             width=self.drafter_config.num_taps * self.target.hidden_size,
             dtype=self.target.dtype,

@@ -58,11 +58,6 @@ class MetricSums:
         """Entry k-1: the share of full blocks with offsets 1 … k all correct; `accept_length` is their sum + 1."""
         return [_ratio(accepted, self.full_blocks) for accepted in self.accepted]
 
-    @property
-    def accuracy_by_offset(self) -> list[float]:
-        """Entry k-1: correct over supervised at offset k alone."""
-        return [_ratio(correct, count) for correct, count in zip(self.correct, self.count, strict=True)]
-
 
 def block_metrics(loss_num: Tensor, loss_den: Tensor, correct: Tensor, supervised: Tensor) -> MetricSums:
     """Sums over n blocks: ``correct, supervised [n, B-1]`` bool; ``loss_num, loss_den`` scalars."""

@@ -1,3 +1,4 @@
+# uses: _devices
 # What is installed and running in the target, as the interpreter that trains sees it.
 import glob
 import importlib.metadata
@@ -88,8 +89,7 @@ GPU_FIELDS = ("index", "name", "uuid", "memory.total", "compute_cap", "driver_ve
 
 
 def gpus():
-    code, out, _ = run_quiet(["nvidia-smi", "--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits"], 30)
-    rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines()] if code == 0 else []
+    rows = _smi("--query-gpu=" + ",".join(GPU_FIELDS))
     return [dict(zip(GPU_FIELDS, row)) for row in rows if len(row) == len(GPU_FIELDS)]
 
 

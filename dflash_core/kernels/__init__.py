@@ -1,0 +1,1 @@
+"""Triton kernels of the drafter's step, each beside a few lines of torch that say what it computes."""

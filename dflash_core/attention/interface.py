@@ -1,14 +1,17 @@
-"""The one door to attention: checks shapes, picks a backend."""
+"""The one door to attention: checks shapes, makes backends."""
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from dflash_core.attention.layout import BlockLayout
 from dflash_core.attention.reference import reference_attention
+from dflash_core.compile.environment import require_compiling
 from dflash_core.errors import ConfigError
 
 
@@ -30,9 +33,6 @@ class AttentionBackend(Protocol):
     ) -> Tensor: ...
 
 
-BACKENDS: dict[str, AttentionBackend] = {"reference": reference_attention}
-
-
 def block_attention(
     q: Tensor,
     k_ctx: Tensor,
@@ -44,7 +44,7 @@ def block_attention(
     scale: float,
     sliding_window: int | None = None,
     causal: bool = False,
-    backend: str = "reference",
+    backend: AttentionBackend = reference_attention,
 ) -> Tensor:
     """Attention of T = N·B block rows over their context prefix and their own block, one softmax over both.
 
@@ -55,7 +55,7 @@ def block_attention(
       positions are in view counting its own (the rule of z-lab and SpecForge);
     * row i of its own block iff i <= j when ``causal``, every i otherwise. W >= B, so the window cuts none.
 
-    Rows of blocks that are not valid come out as zeros. Raises `ConfigError` for an unknown backend.
+    Rows of blocks that are not valid come out as zeros. ``backend`` is one of `make_backend`.
     """
     num_rows, num_heads, head_dim = q.shape
     assert num_rows == layout.num_rows, f"{num_rows} query rows for {layout.num_rows} block rows"
@@ -63,14 +63,84 @@ def block_attention(
     assert k_ctx.shape == v_ctx.shape and k_ctx.shape[2] == head_dim, "k_ctx, v_ctx are [S, Hkv, D]"
     assert num_heads % k_ctx.shape[1] == 0, "query heads must be a multiple of key/value heads"
     assert sliding_window is None or sliding_window >= layout.block_size, "the window is shorter than a block"
-    attend = attention_backend(backend)
-    return attend(q, k_ctx, v_ctx, k_blk, v_blk, layout, scale=scale, sliding_window=sliding_window, causal=causal)
+    return backend(q, k_ctx, v_ctx, k_blk, v_blk, layout, scale=scale, sliding_window=sliding_window, causal=causal)
 
 
-def attention_backend(name: str) -> AttentionBackend:
-    """The backend called ``name``. Raises `ConfigError` that lists the known ones."""
-    if name in BACKENDS:
-        return BACKENDS[name]
-    near = difflib.get_close_matches(name, BACKENDS, n=1)
-    fix = f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(sorted(BACKENDS))}"
-    raise ConfigError(f"train.attention: there is no backend {name!r}", "", fix, key="train.attention")
+@dataclass(frozen=True, kw_only=True)
+class BackendKind:
+    """How a backend is made, and on which device types it can train.
+
+    `make` is called once per worker: compiled graphs and the recompile limit hang on the code object, so workers
+    that shared one would depend on each other (see `compile.environment.clone_code`).
+    """
+
+    make: Callable[[], AttentionBackend]
+    devices: tuple[str, ...]
+    elsewhere: str = ""
+    """Why it cannot train on other devices, for the error."""
+    check: Callable[[], None] = lambda: None
+    """Raises `ConfigError` when this process is not set up for it."""
+
+
+def _flex() -> AttentionBackend:
+    from dflash_core.attention.flex import FlexAttention  # imports Dynamo, which nothing else here needs
+
+    return FlexAttention()
+
+
+def _triton() -> AttentionBackend:
+    from dflash_core.attention.triton import TritonAttention  # Triton is there only where GPUs are
+
+    return TritonAttention()
+
+
+BACKENDS: dict[str, BackendKind] = {
+    "reference": BackendKind(make=lambda: reference_attention, devices=("cpu", "cuda")),
+    "flex": BackendKind(
+        make=_flex,
+        devices=("cuda",),
+        elsewhere="torch's flex_attention has no backward pass outside a GPU",
+        check=require_compiling,
+    ),
+    "triton": BackendKind(make=_triton, devices=("cuda",), elsewhere="Triton's kernels run on GPUs only"),
+}
+AUTO = "auto"
+_AUTO_ORDER = ("triton", "reference")
+
+
+def backend_name(name: str, device: str) -> str:
+    """What ``name`` stands for on ``device``: "auto" is the fastest backend that can train there."""
+    if name != AUTO:
+        return name
+    able = (kind for kind in _AUTO_ORDER if kind in BACKENDS and _type(device) in BACKENDS[kind].devices)
+    return next(able)
+
+
+def check_backend(name: str, device: str) -> None:
+    """Raise `ConfigError` when the backend ``name`` cannot train on ``device`` of this process."""
+    if (resolved := backend_name(name, device)) not in BACKENDS:
+        raise ConfigError(
+            f"train.attention: there is no backend {name!r}",
+            "",
+            f"use one of: {', '.join(sorted([AUTO, *BACKENDS]))}",
+            key="train.attention",
+        )
+    kind = BACKENDS[resolved]
+    if _type(device) not in kind.devices:
+        raise ConfigError(
+            f"train.attention: {name} cannot train on {device}",
+            kind.elsewhere,
+            "set train.attention to auto or reference, or topology.drafters to GPUs",
+            key="train.attention",
+        )
+    kind.check()
+
+
+def make_backend(name: str, device: str) -> AttentionBackend:
+    """A backend for one worker on ``device``. Raises `ConfigError` when it cannot train there."""
+    check_backend(name, device)
+    return BACKENDS[backend_name(name, device)].make()
+
+
+def _type(device: str) -> str:
+    return torch.device(device).type

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dflash_core.transfer import to_device
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -52,7 +54,8 @@ class BlockLayout:
 
     def to(self, device: torch.device | str) -> BlockLayout:
         """The same layout on ``device``; the host-side copy of the spans travels along."""
-        moved = BlockLayout(self.lo.to(device), self.hi.to(device), self.block_size, self.valid.to(device))
+        lo, hi, valid = (to_device(tensor, device) for tensor in (self.lo, self.hi, self.valid))
+        moved = BlockLayout(lo, hi, self.block_size, valid)
         moved.__dict__["spans"] = self.spans
         return moved
 

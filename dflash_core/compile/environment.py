@@ -7,18 +7,24 @@ rest in each thread that runs torch code.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
+
+from dflash_core.cache_folder import cache_folder
+from dflash_core.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Variables whose mere presence would hide a compile error: torch reads any non-empty text as "on".
 _REMOVED = ("TORCHDYNAMO_SUPPRESS_ERRORS",)
-_DISABLING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
+_DISABLING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+_NOT_CACHING = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES",)
 _DYNAMO_OPTIONS = (
     "automatic_dynamic_shapes",
     "assume_static_by_default",
@@ -26,6 +32,35 @@ _DYNAMO_OPTIONS = (
     "fail_on_recompile_limit_hit",
     "suppress_errors",
 )
+_OPTION_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TORCH_DYNAMO_", "TRITON_")
+# Where things are kept and how many processes compile does not change what is compiled.
+_NO_OPTIONS = re.compile(r".*_(DIR|HOME|COMPILE_THREADS|WORKER_START)")
+
+
+def compile_home() -> Path:
+    """Where compile caches live unless told otherwise: one folder per set of compilers.
+
+    For example `shared/cache/compile/py3.12-torch2.11.0-triton3.6.0`. torch and Triton have their own version in every
+    key, so caches of two versions would not disturb each other in one folder. Apart, one of them can be measured,
+    moved and removed as a whole; and the path stays the same from release to release, as compiled code may hold it.
+    No import of torch is needed to know it.
+    """
+    versions = [f"py{sys.version_info[0]}.{sys.version_info[1]}"]
+    for name in ("torch", "triton"):
+        try:
+            versions.append(name + importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return cache_folder("compile") / re.sub(r"[^A-Za-z0-9.+-]", "_", "-".join(versions))
+
+
+def compile_options(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables in force that change what is compiled. Take them before the first compile, which may set some."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_OPTION_PREFIXES) and not _NO_OPTIONS.fullmatch(name)
+    }
 
 
 def variables(cache_dir: Path) -> dict[str, str]:
@@ -49,8 +84,10 @@ def variables(cache_dir: Path) -> dict[str, str]:
     }
 
 
-def prepare_process(cache_dir: Path, environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Set the variables of a run, before torch is imported, and create the cache folders.
+def prepare_process(
+    cache_dir: Path, environ: MutableMapping[str, str] = os.environ, *, create: bool = True
+) -> dict[str, str]:
+    """Set the variables of a run, before torch is imported, and `create` the cache folders.
 
     A variable that is already set keeps its value, so the launcher or the user decides where caches live.
     Returns what is in force.
@@ -60,7 +97,7 @@ def prepare_process(cache_dir: Path, environ: MutableMapping[str, str] = os.envi
     wanted = variables(cache_dir)
     for name, value in wanted.items():
         environ.setdefault(name, value)
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if create else ():
         Path(environ[name]).mkdir(parents=True, exist_ok=True)
     return {name: environ[name] for name in wanted}
 
@@ -92,6 +129,30 @@ def configure_thread(*, recompile_limit: int = 16) -> None:
     dynamo.suppress_errors = False
 
 
+def require_compiling() -> None:
+    """Raise `ConfigError` when a variable switches compiling off, or switches CUDA graphs on.
+
+    CUDA graphs keep their pools and their capture state per thread (pytorch issue 123177), and worker threads
+    are what runs here; the gate refuses a recording as well, but only after the models have been loaded.
+    """
+    if _is_on("TORCHINDUCTOR_CUDAGRAPHS"):
+        raise ConfigError(
+            "CUDA graphs cannot be used by worker threads",
+            "torch keeps their memory pools and capture state per thread",
+            "unset TORCHINDUCTOR_CUDAGRAPHS",
+        )
+    if disabled := [name for name in _DISABLING if _is_on(name)]:
+        raise ConfigError(
+            "compiling is switched off",
+            "uncompiled, this attention would hold every score in memory",
+            f"unset {' and '.join(disabled)}, or set train.attention to auto",
+        )
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
 def describe(cache_dir: Path) -> dict[str, Any]:
     """What is in force in this process and this thread, for the record of the run.
 
@@ -103,8 +164,8 @@ def describe(cache_dir: Path) -> dict[str, Any]:
     torch_module = sys.modules.get("torch")
     return {
         "torch": None if torch_module is None else torch_module.__version__,
-        "variables": {name: os.environ.get(name) for name in variables(cache_dir)},
-        "disabled": [name for name in _DISABLING if os.environ.get(name, "0") not in ("", "0")],
+        "variables": {name: os.environ.get(name) for name in variables(cache_dir)} | compile_options(),
+        "disabled": [name for name in (*_DISABLING, *_NOT_CACHING) if _is_on(name)],
         "dynamo": None if dynamo is None else {name: getattr(dynamo, name) for name in _DYNAMO_OPTIONS},
     }
 

@@ -3,6 +3,9 @@
 Shape letters: T block rows (N blocks of B), S context rows, H hidden size, n taps, D head width. There is no
 batch dimension: documents are packed into one row. The embedding and the head are the target's, so the model
 takes embeddings in and gives final hidden states out. Module names are the tensor names of z-lab's checkpoints.
+
+This file is the meaning, in plain torch: what runs on a CPU, in fp64 and when decoding. Training on a GPU takes the
+same steps in `fused.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash_core.attention import BlockLayout, block_attention
+from dflash_core.attention import AttentionBackend, BlockLayout, block_attention, reference_attention
 from dflash_core.drafter.config import DFlashConfig
+from dflash_core.drafter.fused import can_fuse, fused_layers, fused_norm
 
 INIT_STD = 0.02
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [R, 1, D/2]
@@ -43,8 +47,11 @@ class DFlashDrafter(nn.Module):
 
     def context_features(self, taps_SnH: Tensor) -> Tensor:
         """c = hidden_norm(fc(taps)): ``[S, n·H]`` → ``[S, H]``, once for all layers."""
-        features: Tensor = self.hidden_norm(self.fc(taps_SnH.to(self.dtype)))
-        return features
+        features: Tensor = self.fc(taps_SnH.to(self.dtype))
+        if can_fuse(features, biased=False):
+            return fused_norm(features, self.hidden_norm.weight, self.hidden_norm.eps)
+        normed: Tensor = self.hidden_norm(features)
+        return normed
 
     def forward(
         self,
@@ -54,7 +61,7 @@ class DFlashDrafter(nn.Module):
         layout: BlockLayout,
         block_positions: Tensor,
         context_positions: Tensor,
-        attention: str = "reference",
+        attention: AttentionBackend = reference_attention,
     ) -> Tensor:
         """All blocks of a packed row at once.
 
@@ -64,8 +71,12 @@ class DFlashDrafter(nn.Module):
         """
         block_rotary = rotary(block_positions, self.config, self.dtype)
         context_rotary = rotary(context_positions, self.config, self.dtype)
+        layers = list(self._draft_layers())
+        if can_fuse(block_embeds, biased=self.config.attention_bias) and not block_embeds.requires_grad:
+            rotaries = (block_rotary, context_rotary)
+            return fused_layers(layers, self.norm.weight, block_embeds, context, *rotaries, layout, attention)
         x = block_embeds
-        for layer in self._draft_layers():
+        for layer in layers:
             k_ctx, v_ctx = layer.self_attn.keys_values(context, context_rotary)
             x = layer(x, block_rotary, k_ctx, v_ctx, layout, attention)
         hidden: Tensor = self.norm(x)
@@ -93,7 +104,7 @@ class DFlashDrafter(nn.Module):
         x = block_embeds
         for index, layer in enumerate(self._draft_layers()):
             cache.append(index, *layer.self_attn.keys_values(new_context, context_rotary))
-            x = layer(x, block_rotary, *cache.rows(index), layout, "reference")
+            x = layer(x, block_rotary, *cache.rows(index), layout, reference_attention)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -114,7 +125,13 @@ class DraftLayer(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, x: Tensor, block_rotary: Rotary, k_ctx: Tensor, v_ctx: Tensor, layout: BlockLayout, attention: str
+        self,
+        x: Tensor,
+        block_rotary: Rotary,
+        k_ctx: Tensor,
+        v_ctx: Tensor,
+        layout: BlockLayout,
+        attention: AttentionBackend,
     ) -> Tensor:
         """``x [T, H]`` → ``[T, H]``; ``k_ctx, v_ctx [S, Hkv, D]``."""
         x = x + self.self_attn(self.input_layernorm(x), block_rotary, k_ctx, v_ctx, layout, attention)
@@ -145,7 +162,13 @@ class DraftAttention(nn.Module):
         return rotate(keys, positions), self._heads(self.v_proj(rows))
 
     def forward(
-        self, h: Tensor, block_rotary: Rotary, k_ctx: Tensor, v_ctx: Tensor, layout: BlockLayout, attention: str
+        self,
+        h: Tensor,
+        block_rotary: Rotary,
+        k_ctx: Tensor,
+        v_ctx: Tensor,
+        layout: BlockLayout,
+        attention: AttentionBackend,
     ) -> Tensor:
         """``h [T, H]`` (normed block rows) → ``[T, H]``."""
         q = rotate(self.q_norm(self._heads(self.q_proj(h))), block_rotary)

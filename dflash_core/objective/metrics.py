@@ -34,6 +34,11 @@ class MetricSums:
         return MetricSums(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return tuple(getattr(self, item.name) for item in fields(self))
+
+    @property
     def loss(self) -> float:
         """Weighted mean cross-entropy per token, in nats; NaN without a supervised offset."""
         return _ratio(self.loss_num, self.loss_den)

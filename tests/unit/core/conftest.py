@@ -7,6 +7,7 @@ import torch
 from support.tiny_target import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from dflash_core.attention import AttentionBackend, reference_attention
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.objective import Anchors, block_input_ids
 
@@ -98,7 +99,9 @@ class TinyBench:
         ids = block_input_ids(row.input_ids, anchors, self.config.block_size, self.config.mask_token_id)
         return self.embed[ids]
 
-    def hidden(self, row: PackedRow, anchors: Anchors, *, attention: str = "reference") -> torch.Tensor:
+    def hidden(
+        self, row: PackedRow, anchors: Anchors, *, attention: AttentionBackend = reference_attention
+    ) -> torch.Tensor:
         """The parallel forward of all blocks: `[N, B, H]`."""
         layout = anchors.layout(self.config.block_size)
         hidden = self.drafter(

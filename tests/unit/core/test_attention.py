@@ -1,26 +1,25 @@
 """The attention reference against loops over rows and keys."""
 
 import math
+import typing
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention import SPANS, inputs, layout_of
 
-from dflash_core.attention import BACKENDS, BlockLayout, block_attention, reference
+from dflash_core.attention import (
+    BACKENDS,
+    BlockLayout,
+    backend_name,
+    block_attention,
+    make_backend,
+    reference,
+    reference_attention,
+)
+from dflash_core.config import TrainConfig
 from dflash_core.errors import ConfigError
-
-
-def layout_of(spans, block_size):
-    lo = torch.tensor([span[0] if span else 0 for span in spans], dtype=torch.long)
-    hi = torch.tensor([span[1] if span else 0 for span in spans], dtype=torch.long)
-    return BlockLayout(lo, hi, block_size, torch.tensor([span is not None for span in spans]))
-
-
-def inputs(layout, rows, *, heads=4, kv_heads=2, width=8, dtype=torch.float64, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    shapes = [(layout.num_rows, heads), (rows, kv_heads), (rows, kv_heads)] + [(layout.num_rows, kv_heads)] * 2
-    return [torch.randn(*shape, width, generator=rng, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 def looped_attention(q, k_ctx, v_ctx, k_blk, v_blk, layout, *, scale, sliding_window=None, causal=False):
@@ -43,9 +42,6 @@ def looped_attention(q, k_ctx, v_ctx, k_blk, v_blk, layout, *, scale, sliding_wi
             heads.append(weights @ values[:, head // group])
         out.append(torch.stack(heads))
     return torch.stack(out)
-
-
-SPANS = [(0, 0), (0, 5), (0, 12), None, (15, 16), (15, 25), (15, 24), (30, 39), None]
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
@@ -147,12 +143,21 @@ def test_large_scores_do_not_overflow():
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_setting():
-    layout = layout_of([(0, 4)], 2)
     with pytest.raises(ConfigError) as error:
-        block_attention(*inputs(layout, 4), layout, scale=1.0, backend="refrence")
+        make_backend("refrence", "cpu")
     assert error.value.key == "train.attention"
-    assert "'refrence'" in error.value.what and "'reference'" in error.value.fix
-    assert "reference" in BACKENDS
+    assert "'refrence'" in error.value.what and "auto, flex, reference" in error.value.fix
+
+
+def test_the_setting_knows_every_backend():
+    setting = typing.get_type_hints(TrainConfig)["attention"]
+    assert set(typing.get_args(setting)) == {"auto", *BACKENDS}
+
+
+def test_auto_is_what_can_train_on_the_device():
+    assert backend_name("auto", "cpu") == "reference"
+    assert make_backend("auto", "cpu") is reference_attention
+    assert backend_name("auto", "cuda:1") == ("triton" if "triton" in BACKENDS else "reference")
 
 
 def test_layout_positions_count_within_the_document_and_travel():

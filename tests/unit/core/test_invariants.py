@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from dflash_core.attention.triton import TritonAttention
 from dflash_core.drafter import DFlashDrafter, DraftCache, load_drafter, save_drafter
 from dflash_core.objective import block_labels, block_loss, sample_anchors
 
@@ -60,6 +61,16 @@ def test_1_parallel_forward_equals_cached_decoding(tiny_bench, layers, dtype, to
     assert len(ANCHORS) >= 12
     parallel = bench.hidden(row, bench.anchors(row, ANCHORS))
     torch.testing.assert_close(parallel, decode_blocks(bench, row, ANCHORS), rtol=0, atol=tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def test_1_holds_with_the_kernels(tiny_bench, layers):
+    bench = tiny_bench(**layers)
+    row = bench.row(23, 48)
+    anchors = bench.anchors(row, [23 + anchor for anchor in ANCHORS])
+    parallel = bench.hidden(row, anchors, attention=TritonAttention())
+    decoded = decode_blocks(bench, row.document(1), ANCHORS)
+    torch.testing.assert_close(parallel, decoded, rtol=0, atol=1e-5)
 
 
 def test_1_holds_when_training_packs_the_document_behind_another(tiny_bench, layers):

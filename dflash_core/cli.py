@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -20,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_core.cache_folder import cache_folder
 from dflash_core.config import RunConfig, load_run_config
 from dflash_core.errors import ConfigError, CoreError, PreflightError
 from dflash_core.events import EventLog
@@ -38,10 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = StopSignals()
     signals.install()
     try:
+        if arguments.stage == "environment":
+            return _print_environment()
         config = load_run_config(arguments.config)
         if arguments.stage == "check":
             print(f"{arguments.config} is valid")
             return 0
+        if arguments.stage == "cache":
+            return _print_cache(config)
         with _run_folder(arguments) as events:
             return _run_stage(arguments, config.placed(arguments.run_dir), events, signals)
     except (CoreError, StopRequested) as error:
@@ -92,6 +96,42 @@ def _refused(error: OSError, place: object) -> PreflightError:
     )
 
 
+# -- questions: one JSON object on stdout, nothing is changed ---------------------------------------------------
+
+
+def _print_environment() -> int:
+    """The variables a stage would run with: what is set now, and what it sets itself. Needs no torch."""
+    from dflash_core.compile.environment import compile_home, compile_options, prepare_process
+
+    print(json.dumps(prepare_process(compile_home(), create=False) | compile_options()))
+    return 0
+
+
+def _print_cache(config: RunConfig) -> int:
+    """Whether the compile cache is warm for a configuration, and why not."""
+    from dflash_core.compile.environment import compile_home, prepare_process
+
+    prepare_process(compile_home(), create=False)
+    from dflash_core.compile.fingerprint import differences, digest
+    from dflash_core.compile.warmup import cache_root, check, read_records
+    from dflash_core.warmth import needs_rehearsal, run_fingerprint
+
+    config = config.placed(Path())
+    found = run_fingerprint(config)
+    answer = check(found)
+    facts = {
+        "state": answer.state,
+        "changes": answer.changes,
+        "compiles": needs_rehearsal(config),
+        "folder": str(cache_root()),
+        "digest": digest(found),
+        "fingerprint": found,
+        "records": {record["digest"]: differences(record["fingerprint"], found) for record in read_records()},
+    }
+    print(json.dumps({"v": 1, **facts}))
+    return 0
+
+
 # -- stages: everything that needs torch is imported inside ---------------------------------------------------
 
 
@@ -111,7 +151,8 @@ def _train(arguments: argparse.Namespace, config: RunConfig, events: EventLog, s
     from dflash_core.trainer import train
 
     events.emit("run_start", config=config.to_dict(), resume=arguments.resume)
-    train(config, arguments.run_dir, events, resume=arguments.resume, signals=signals, say=_say)
+    wishes = {"resume": arguments.resume, "require_warm": arguments.require_warm}
+    train(config, arguments.run_dir, events, **wishes, signals=signals, say=_say)
 
 
 def _evaluate(arguments: argparse.Namespace, config: RunConfig, events: EventLog, signals: StopSignals) -> None:
@@ -175,9 +216,9 @@ def _run_folder(arguments: argparse.Namespace) -> Iterator[EventLog]:
     kept = run_dir / "run.yaml"
     if not kept.exists():
         shutil.copyfile(arguments.config, kept)
-    from dflash_core.compile.environment import prepare_process
+    from dflash_core.compile.environment import compile_home, prepare_process
 
-    prepare_process(cache_folder("compile"))
+    prepare_process(compile_home())
     with (run_dir / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,13 +259,19 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate": "decode held-out prompts and write evaluation.json",
         "export": "write the drafter and its model card to RUN_DIR/export",
         "generate": "let the target answer prompts",
+        "cache": "say as JSON whether the compile cache is warm for a run.yaml, and why not",
+        "environment": "print the variables of a stage as JSON",
     }
     for name, text in helps.items():
         stage = stages.add_parser(name, help=text, description=text)
+        if name == "environment":
+            continue
         stage.add_argument("--config", type=Path, required=True, help="the run.yaml")
-        stage.add_argument("--run-dir", type=Path, required=name != "check", help="the folder of this run")
+        stage.add_argument("--run-dir", type=Path, required=name in STAGES, help="the folder of this run")
         if name in ("preflight", "train"):
             stage.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+        if name == "train":
+            stage.add_argument("--require-warm", action="store_true", help="refuse to train on a cold compile cache")
     return parser
 
 

@@ -153,7 +153,10 @@ class TrainConfig(Section):
     min_lr_ratio: Annotated[float, "the final learning rate as a share of the peak", FRACTION] = 0.0
     clip: Annotated[float, "the largest global gradient norm", POSITIVE] = 1.0
     dtype: Annotated[DtypeName, "the numeric type of the computation; masters stay at least fp32"] = "bfloat16"
-    attention: Annotated[str, "the attention backend", NOT_EMPTY] = "reference"
+    attention: Annotated[
+        Literal["auto", "reference", "flex", "triton"],
+        "the attention backend of the drafters; auto is the fastest that the device can train with",
+    ] = "auto"
     log_every: Annotated[int, "the steps between two log lines", POSITIVE] = 10
     eval_every: Annotated[int, "the steps between two evaluations", POSITIVE] = 200
     checkpoint_every: Annotated[int, "the steps between two checkpoints", POSITIVE] = 500

@@ -55,8 +55,12 @@ class EventLog:
         if not isinstance(step, int):
             return
         for name, value in fields.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                self._scalars.add_scalar(f"{event}/{name}", float(value), step)
+            parts = (
+                {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
+            )
+            for tag, part in parts.items():
+                if tag != "step" and isinstance(part, int | float) and math.isfinite(part):
+                    self._scalars.add_scalar(f"{event}/{tag}", float(part), step)
 
     def close(self) -> None:
         """Close the file and the TensorBoard writer; later events are dropped."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import islice
 from operator import add
 
 import numpy as np
 import torch
 
+from dflash_core.attention import AttentionBackend, make_backend, reference_attention
 from dflash_core.compile.gate import Gate
 from dflash_core.data.chats import ChatIndex
 from dflash_core.data.packing import BatchStream, PackedBatch, StreamState
@@ -22,6 +23,7 @@ from dflash_core.drafter import DFlashDrafter
 from dflash_core.objective import MetricSums
 from dflash_core.pipeline.feature_store import FeatureStore
 from dflash_core.pipeline.microstep import ItemMaker, Objective, TrainItem, block_terms
+from dflash_core.pipeline.rehearsal import synthetic_batch, synthetic_item
 from dflash_core.session import Session
 
 
@@ -31,6 +33,7 @@ class HeldOut:
 
     items: Sequence[TrainItem]
     objective: Objective
+    attention: AttentionBackend
     max_length: int
 
     @classmethod
@@ -61,22 +64,40 @@ class HeldOut:
             items.append(make_item(batch).to("cpu", session.target.dtype))
         if not items:
             raise stream.nothing_usable()
-        return cls(items=items, objective=objective, max_length=config.data.max_length)
+        attention = make_backend(config.train.attention, config.topology.drafters[0])
+        return cls(items=items, objective=objective, attention=attention, max_length=config.data.max_length)
+
+    @classmethod
+    def synthetic(cls, session: Session) -> HeldOut:
+        """One made-up chat of the greatest length: what `rehearse` needs, without reading any."""
+        config, drafter = session.config, session.drafter_config
+        objective = replace(session.objective, anchors_per_batch=config.evaluate.anchors_per_sample)
+        length = config.data.max_length
+        single = replace(config, data=replace(config.data, tokens_per_batch=length))
+        batch = synthetic_batch(single, drafter.vocab_size)
+        item = synthetic_item(batch, drafter, objective, device="cpu", dtype=session.target.dtype)
+        attention = make_backend(config.train.attention, config.topology.drafters[0])
+        return cls(items=[item], objective=objective, attention=attention, max_length=length)
 
     def measure(self, drafter: DFlashDrafter, head: torch.Tensor, gate: Gate) -> MetricSums:
         """Sums over all blocks, on the CPU. `head [V, H]` in the drafter's type and on its device."""
+        sums = [self._measure(item, drafter, head, gate) for item in self.items]
+        return reduce(add, sums).to("cpu")
+
+    def rehearse(self, drafter: DFlashDrafter, head: torch.Tensor, gate: Gate) -> None:
+        """One chat, so that whatever `measure` compiles is compiled: then all chats have the same shape."""
+        self._measure(self.items[0], drafter, head, gate)
+
+    def _measure(self, item: TrainItem, drafter: DFlashDrafter, head: torch.Tensor, gate: Gate) -> MetricSums:
+        if head.device.type == "cuda" or self.attention is not reference_attention:
+            item = item.padded(self.max_length)  # a shape per chat would be a compile per chat
+        moved = item.to(head.device, drafter.dtype)
 
         @torch.no_grad()
-        def forward(item: TrainItem) -> MetricSums:
-            return block_terms(drafter, head, item, self.objective).metrics
+        def forward() -> MetricSums:
+            return block_terms(drafter, head, moved, self.objective, self.attention).metrics
 
-        sums = []
-        for item in self.items:
-            # On a GPU the forward may be compiled, and a shape per chat would be a compile per chat.
-            fixed = item.padded(self.max_length) if head.device.type == "cuda" else item
-            moved = fixed.to(head.device, drafter.dtype)
-            sums.append(gate.run(("held-out", moved.shape_key), partial(forward, moved)))
-        return reduce(add, sums).to("cpu")
+        return gate.run(("held-out", moved.shape_key), forward)
 
 
 def _single_chats(stream: BatchStream) -> Iterator[PackedBatch]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from dflash_core.attention.interface import attention_backend
+from dflash_core.attention import backend_name, check_backend
 from dflash_core.config import RunConfig
 from dflash_core.data.chats import ChatIndex, PromptIndex
 from dflash_core.data.encode import SampleRefused, encode_chat
@@ -54,7 +54,7 @@ def preflight(
 def _facts(config: RunConfig, run_dir: Path, *, resume: bool) -> Iterator[Fact]:
     yield "python, torch", f"{platform.python_version()}, {torch.__version__}, transformers {transformers.__version__}"
     yield "devices", _devices(config)
-    attention_backend(config.train.attention)
+    yield "attention", _attention(config)
     tokenizer = load_tokenizer(config.target)
     target_config = load_target_config(config.target)
     drafter = config_from_target(target_config, config.drafter, tokenizer, dtype=config.train.dtype)
@@ -81,6 +81,14 @@ def _devices(config: RunConfig) -> str:
     return (
         f"{', '.join(names)}; {len(config.topology.targets)} target and {len(config.topology.drafters)} drafter workers"
     )
+
+
+def _attention(config: RunConfig) -> str:
+    devices = dict.fromkeys(config.topology.drafters)
+    for device in devices:
+        check_backend(config.train.attention, device)
+    names = dict.fromkeys(backend_name(config.train.attention, device) for device in devices)
+    return ", ".join(names)
 
 
 def _target(config: RunConfig, target_config: Any) -> str:

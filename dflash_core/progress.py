@@ -10,6 +10,7 @@ from operator import add
 from typing import Any
 
 from dflash_core.budget import Budget
+from dflash_core.compile.gate import Gate
 from dflash_core.data.packing import BatchStream
 from dflash_core.events import EventLog, progress_line
 from dflash_core.objective import MetricSums
@@ -37,10 +38,14 @@ class Progress:
         self._results: list[MicroResult] = []
         self._steps = 0
         self._last: dict[str, float] = {}
-        self._target_busy_s = self._targets_busy_s()
+        self._targets_before = self._targets_so_far()
+        for busy in self._pipeline.busy.values():
+            busy.take()
 
-    def _targets_busy_s(self) -> float:
-        return sum(worker.busy_s for worker in self._pipeline.targets)
+    def _targets_so_far(self) -> tuple[float, int]:
+        """Seconds in which target workers computed, and tokens of the batches they have delivered."""
+        targets = self._pipeline.targets
+        return sum(worker.busy_s for worker in targets), sum(worker.tokens for worker in targets)
 
     def add(self, results: Sequence[MicroResult], sums: MetricSums, *, lr: float, grad_norm: float) -> None:
         """Take one step: its micro-batches, their total `sums`, its learning rate and gradient norm."""
@@ -83,9 +88,14 @@ class Progress:
 
         Rates leave evaluations and checkpoints out. `queue_wait_s`: mean seconds a drafter waited for features per
         micro-batch. `drafter_busy`, `target_busy`: share of the time that the workers of a role computed.
+        `device_idle`: share of the time in which nobody computed on a device.
         """
         seconds = max(time.perf_counter() - self._begin - self._paused_s, 1e-9)
         results, pipeline = self._results, self._pipeline
+        tokens = sum(result.batch.num_tokens for result in results)
+        target_busy_s, target_tokens = (
+            now - before for now, before in zip(self._targets_so_far(), self._targets_before, strict=True)
+        )
         return {
             **self._last,
             "epoch": results[-1].batch.epoch,
@@ -93,12 +103,15 @@ class Progress:
             "accuracy": sums.accuracy,
             "accept_length": sums.accept_length,
             "strict_accept_length": sums.strict_accept_length,
-            "tokens_per_s": sum(result.batch.num_tokens for result in results) / seconds,
+            "tokens_per_s": tokens / seconds,
+            "targets_tokens_per_s": target_tokens / seconds,
+            "drafters_tokens_per_s": tokens / seconds,
             "samples_per_s": sum(len(result.batch.sample_ids) for result in results) / seconds,
             "step_s": seconds / self._steps,
             "queue_wait_s": sum(result.queue_wait_s for result in results) / len(results),
             "drafter_busy": sum(r.compute_s for r in results) / seconds / len(pipeline.drafters),
-            "target_busy": (self._targets_busy_s() - self._target_busy_s) / seconds / len(pipeline.targets),
+            "target_busy": target_busy_s / seconds / len(pipeline.targets),
+            "device_idle": {name: max(0.0, 1 - busy.take() / seconds) for name, busy in pipeline.busy.items()},
         }
 
     def report_held_out(self, step: int, sums: MetricSums) -> None:
@@ -126,3 +139,11 @@ class Progress:
         self._events.emit("feature_store", hits=store.hits, misses=store.misses, damaged=store.damaged)
         if store.write_error is not None:
             self._say(f"the feature store could not be written and was kept in memory only: {store.write_error}")
+
+    def report_compiles(self, gate: Gate) -> None:
+        """Tell what was compiled after the warm-up; anything but 0 is a shape that it has not covered."""
+        if gate.compiles_at_barrier is None:
+            return
+        self._events.emit("compiles", after_warm=gate.compiles_since_warm, refused=gate.refused)
+        if gate.compiles_since_warm:
+            self._say(f"{gate.compiles_since_warm} compiles after the warm-up: some shape was not warmed up")

@@ -100,7 +100,6 @@ def build_objective(config: RunConfig, drafter_config: DFlashConfig) -> Objectiv
         loss=config.train.loss,
         gamma=config.gamma,
         dpace_alpha=config.train.dpace_alpha,
-        attention=config.train.attention,
     )
 
 

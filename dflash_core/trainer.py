@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
 
 import torch
 
-from dflash_core.compile.environment import configure_main, configure_thread
+from dflash_core.compile.counting import cache_misses, count_kernels
+from dflash_core.compile.environment import compile_home, configure_main, configure_thread, describe
 from dflash_core.compile.gate import Gate
 from dflash_core.config import RunConfig
 from dflash_core.data.packing import PackedBatch, StreamState
@@ -36,7 +36,7 @@ from dflash_core.resume import open_state
 from dflash_core.session import Session, open_session
 from dflash_core.signals import StopRequested, StopSignals
 from dflash_core.training_state import TrainState, generator_states, write_checkpoint
-from dflash_core.warm_up import needs_rehearsal
+from dflash_core.warmth import Filling, filling, needs_rehearsal, refuse_cold
 from dflash_core.workforce import build_workforce
 
 
@@ -46,15 +46,21 @@ def train(
     events: EventLog,
     *,
     resume: bool = False,
+    require_warm: bool = False,
     signals: StopSignals | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainState:
     """Train until the budget ends and leave a checkpoint in `run_dir`; returns the final state.
 
-    `resume` continues from the newest checkpoint, or begins when there is none. Raises CoreError (WorkerError for a
-    failed worker), and StopRequested after a signal; both leave a checkpoint of the last finished step where possible.
+    `resume` continues from the newest checkpoint, or begins when there is none. `require_warm` refuses a cold compile
+    cache, with WarmupError, instead of filling it. Raises CoreError (WorkerError for a failed worker), and
+    StopRequested after a signal; both leave a checkpoint of the last finished step where possible.
     """
     configure_main()
+    count_kernels()
+    events.emit("environment", **describe(compile_home()))
+    if require_warm:
+        refuse_cold(config)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     session = open_session(config, config.topology.targets)
@@ -124,51 +130,74 @@ class Trainer:
                 self._gate.abort("the run has failed")
             stuck = self.pipeline.close()
         self._progress.report_data(self._stream, self._store)
+        self._progress.report_compiles(self._gate)
         return self._conclude(stuck)
 
     def _start(self) -> None:
-        rehearse = needs_rehearsal(self.session.config)
-        self.pipeline.start(on_rehearsed=self._on_rehearsed if rehearse else None)
-        self.pipeline.wait_rehearsed()
+        state = "nothing to compile"
+        if needs_rehearsal(self.session.config):
+            with filling(self.session.config, poll=self.control.check, say=self._say) as cache:
+                state = cache.validity.state
+                self.pipeline.start(on_rehearsed=partial(self._on_rehearsed, cache))
+                self.pipeline.wait_rehearsed()
+        else:
+            self.pipeline.start()
         self._held_out = HeldOut.prepare(self.session, self._gate, self._store, check=self.control.check)
+        if self._held_out is not None:
+            self._held_out.rehearse(self.workforce.replicas[0], self.workforce.heads[0], self._gate)
+        self._gate.mark_warm()
+        self._events.emit("warm", state=state, compiles=self._gate.compiles, misses=cache_misses())
         if self.state.step == 0:
             self._measure()
-        self._gate.mark_warm()
 
-    def _on_rehearsed(self, entry: RehearsalEntry) -> None:
-        self._events.emit("warmup_step", **asdict(entry))
-        self._say(f"warm-up of {entry.worker}: {entry.seconds:.1f} s, {entry.compiles} compiles")
+    def _on_rehearsed(self, cache: Filling, entry: RehearsalEntry) -> None:
+        noted = cache.note(entry)
+        self._events.emit("warmup_step", **noted)
+        self._say(
+            f"warm-up of {entry.worker}: {entry.seconds:.1f} s, {entry.compiles} compiles, "
+            f"{noted['misses']} not in the cache"
+        )
 
     def _loop(self) -> None:
         state, settings = self.state, self.settings
         self._progress.begin()
         while self._budget.ended_by(state.step, began := self._elapsed()) is None:
             results = self.pipeline.wait_step()
-            self._update(results, self._budget.progress(state.step, began))
+            idle = any((state.step + 1) % every == 0 for every in (settings.eval_every, settings.checkpoint_every))
+            self._update(results, self._budget.progress(state.step, began), then_idle=idle)
             if state.step == 1 or state.step % settings.log_every == 0:
                 self._report()
             if state.step % settings.eval_every == 0:
                 self._measure()
             if state.step % settings.checkpoint_every == 0:
                 self._checkpoint()
-            self.pipeline.open_next()
+            if idle:
+                self.pipeline.open_next()
         self._report()
         self._measure()
         self._checkpoint()
 
-    def _update(self, results: Sequence[MicroResult], progress: float) -> None:
-        """One optimizer step, `progress` along the schedule, from the gradients that the drafters have summed."""
+    def _update(self, results: Sequence[MicroResult], progress: float, *, then_idle: bool) -> None:
+        """One optimizer step, `progress` along the schedule, from the gradients that the drafters have summed.
+
+        Unless they shall be idle, the drafters go on before this thread looks at the norm: on a GPU that is its only
+        wait, and their next work then queues up behind the new weights, or behind the old ones that were left alone.
+        """
         state, settings = self.state, self.settings
         sums = reduce(add, [result.sums.to(self._gradients[0].device) for result in results])
         lr = lr_at(progress, peak=settings.lr, warmup_ratio=settings.warmup_ratio, min_lr_ratio=settings.min_lr_ratio)
         step = partial(self.optimizer.step, self._gradients, divisor=sums.loss_den, lr=lr, clip=settings.clip)
         self._updating = True
-        grad_norm = float(self._gate.run("optimizer", step))
+        busy = self.pipeline.busy[self.session.config.topology.drafters[0]]
+        norm = self._gate.run("optimizer", busy.timed(step))
+        self._gate.run("publish", self._publish)
+        if not then_idle:
+            self.pipeline.open_next()
+        grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             self._updating = False  # the optimizer has refused, so the state is that of the step before
             self.control.fail(*not_finite(results, fallback="trainer"), step=state.step + 1)
             raise Stopped
-        self._gate.run("publish", self._publish)
         state.step += 1
         state.progress = progress
         state.stream = results[-1].batch.next_state.to_dict()

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from dflash_core.attention import make_backend
 from dflash_core.compile.gate import Gate
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.pipeline.feature_store import FeatureStore
@@ -43,7 +44,7 @@ def build_workforce(session: Session, drafter: DFlashDrafter, gate: Gate, store:
             for device, maker in zip(topology.targets, makers, strict=True)
         ],
         drafters=[
-            drafter_role(device, replica_, head, objective, synthetic)
+            drafter_role(device, replica_, head, objective, make_backend(config.train.attention, device), synthetic)
             for device, replica_, head in zip(topology.drafters, replicas, heads, strict=True)
         ],
     )

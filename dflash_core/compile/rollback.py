@@ -9,6 +9,17 @@ if TYPE_CHECKING:
     import torch
 
 
+def device_generator(device: str) -> torch.Generator:
+    """What random numbers on ``device`` come from by default. All threads share it."""
+    import torch
+
+    place = torch.device(device)
+    if place.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()  # the generators are made with the first context
+    return torch.cuda.default_generators[torch.cuda.current_device() if place.index is None else place.index]
+
+
 class Rollback:
     """Puts gradients and random states back to where they were when a micro-step began.
 

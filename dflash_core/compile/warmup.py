@@ -1,55 +1,44 @@
-"""The record of a warm-up: what was compiled, for what, and whether it still counts.
+"""The record of a warm-up: for what a cache was made, and whether it still counts.
 
-The fingerprint covers everything that compiled code depends on, and of this project's sources only those that are
-traced or are kernels: editing a README, the command line or the data code leaves a cache warm.
+Records lie in the cache and go with it. One process at a time fills a cache; the kernel takes the lock back from one
+that dies.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-SCHEMA_VERSION = 1
-TRACED_PACKAGES = ("attention", "drafter", "objective", "kernels", "compile")
-_PACKAGE = Path(__file__).resolve().parents[1]
+from dflash_core.compile.fingerprint import differences, digest
 
-
-def source_hash(package: Path = _PACKAGE) -> str:
-    """SHA-256 over the sources that are traced or are kernels."""
-    digest = hashlib.sha256()
-    for name in TRACED_PACKAGES:
-        for path in sorted((package / name).rglob("*.py")):
-            digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+SCHEMA_VERSION = 2
+LOCK_FILE = "warmup.lock"
+LOCK_POLL_S = 0.2
+_FOLDERS = {"inductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
 
 
-def fingerprint(settings: Mapping[str, Any], devices: Sequence[str]) -> dict[str, Any]:
-    """Versions, devices, `settings` (shapes and options) and sources that the compiled code belongs to."""
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class Validity:
+    """Whether a cache is warm for a fingerprint.
 
-    return {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "triton", "transformers")},
-        "cuda": torch.version.cuda,
-        "driver": _driver(),
-        "devices": {device: _device_name(device) for device in dict.fromkeys(devices)},
-        "settings": dict(settings),
-        "sources": source_hash(),
-    }
+    `changes` says in words what has changed since the nearest `record`, which a "missing" one has not.
+    """
 
+    state: Literal["valid", "stale", "missing"]
+    changes: tuple[str, ...] = ()
+    record: Mapping[str, Any] | None = None
 
-def digest(found: Mapping[str, Any]) -> str:
-    """SHA-256 of a fingerprint."""
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    def __str__(self) -> str:
+        if self.state == "missing":
+            return f"missing: no warm-up is recorded in {cache_root()}"
+        return f"stale: {'; '.join(self.changes)}" if self.state == "stale" else "valid"
 
 
 def cache_root() -> Path:
@@ -57,14 +46,32 @@ def cache_root() -> Path:
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
-def read_record(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of a warm-up with exactly this fingerprint, or None. It lies in the cache and goes with it."""
-    try:
-        record = json.loads(_record_path(found).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(record, dict) and record.get("v") == SCHEMA_VERSION
-    return record if is_ours and record.get("fingerprint") == found else None
+def check(found: Mapping[str, Any]) -> Validity:
+    """Whether a warm-up with exactly this fingerprint has filled the cache, and all of its files are still there."""
+    known = digest(found)
+    records = read_records()
+    for record in records:
+        if record["digest"] == known:
+            lost = tuple(_lost(record["files"]))
+            return Validity(state="stale" if lost else "valid", changes=lost, record=record)
+    if not records:
+        return Validity(state="missing")
+    # Records come oldest first, and of equally near ones the newest is of interest.
+    nearest = min(reversed(records), key=lambda record: len(differences(record["fingerprint"], found)))
+    return Validity(state="stale", changes=tuple(differences(nearest["fingerprint"], found)), record=nearest)
+
+
+def read_records() -> list[dict[str, Any]]:
+    """All records in the cache, oldest first; damaged ones and those of another version do not count."""
+    found = []
+    for path in cache_root().glob("warmup-*.json"):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if _is_whole(record):
+            found.append(record)
+    return sorted(found, key=lambda record: record["created"])
 
 
 def write_record(found: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -76,8 +83,9 @@ def write_record(found: Mapping[str, Any], entries: Sequence[Mapping[str, Any]])
         "fingerprint": dict(found),
         "entries": [dict(entry) for entry in entries],
         "seconds": round(sum(entry["seconds"] for entry in entries), 3),
+        "files": {name: count_files(Path(os.environ[variable])) for name, variable in _FOLDERS.items()},
     }
-    write_json(_record_path(found), record)
+    write_json(cache_root() / f"warmup-{record['digest'][:16]}.json", record)
     return record
 
 
@@ -89,32 +97,65 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """One warm-up at a time on this cache; the kernel releases the lock of a process that dies."""
-    with (cache_root() / "warmup.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def alone(
+    *, poll: Callable[[], None] = lambda: None, on_wait: Callable[[str], None] = lambda holder: None
+) -> Iterator[None]:
+    """One process at a time fills this cache. A process that dies, however, leaves the lock to the next.
+
+    `on_wait` is told once who holds it; `poll` is called while waiting and may raise. No compile worker inherits the
+    lock: Python's files close in a program that is started.
+    """
+    with (cache_root() / LOCK_FILE).open("a+", encoding="utf-8") as file:
+        if not _taken(file.fileno()):
+            file.seek(0)
+            on_wait(file.read(64).strip() or "unknown")
+            while not _taken(file.fileno()):
+                poll()
+                time.sleep(LOCK_POLL_S)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
         yield
 
 
-def _record_path(found: Mapping[str, Any]) -> Path:
-    return cache_root() / f"warmup-{digest(found)[:16]}.json"
+def count_files(folder: Path) -> int:
+    """How many files of compiled code a cache folder has; locks, records and unfinished ones are none."""
+    count = 0
+    for _, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith("tmp.")]  # where Triton is writing
+        unfinished = (".lock", ".tmp", ".partial")
+        count += sum(not name.endswith(unfinished) and not name.startswith("warmup-") for name in names)
+    return count
 
 
-def _version(name: str) -> str | None:
+def _is_whole(record: object) -> bool:
+    """Whether this is a record of ours; it may have come from another machine."""
+    kinds: dict[str, Any] = {
+        "created": (int, float),
+        "seconds": (int, float),
+        "entries": list,
+        "files": dict,
+        "fingerprint": dict,
+    }
+    return (
+        isinstance(record, dict)
+        and record.get("v") == SCHEMA_VERSION
+        and all(isinstance(record.get(key), kind) for key, kind in kinds.items())
+        and record.get("digest") == digest(record["fingerprint"])
+    )
+
+
+def _lost(files: Mapping[str, int]) -> Iterator[str]:
+    """Which parts of the cache have fewer files than the warm-up left there."""
+    for name, variable in _FOLDERS.items():
+        there, were = count_files(Path(os.environ[variable])), files.get(name, 0)
+        if there < were:
+            yield f"{name} cache: {there} of {were} files are left"
+
+
+def _taken(descriptor: int) -> bool:
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    try:
-        return Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

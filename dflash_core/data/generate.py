@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
+from dflash_core.compile.gate import Gate
 from dflash_core.config import GenerateConfig
 from dflash_core.data.answers import open_answers
 from dflash_core.data.chats import Prompt, PromptIndex
@@ -73,12 +75,13 @@ def generate_answers(
     prompts = PromptIndex(config.prompts)
     stop_ids = sorted({*target.eos_ids, tokenizer.eos_token_id} - {None})
     begin = time.perf_counter()
-    with open_answers(Path(out_path)) as file:
+    with Gate() as gate, open_answers(Path(out_path)) as file:
         pending, total = _pending(prompts, config.num_prompts, file.prompts)
         progress = GenerationProgress(total=total, before=total - len(pending))
         for batch in _batches((prompts[n] for n in pending), config, target, tokenizer, progress):
             seeds = [_prompt_seed(seed, prompt) for prompt, _ in batch]
-            answers = answer_batch(target, [ids for _, ids in batch], config, seeds=seeds, stop_ids=stop_ids)
+            answer = partial(answer_batch, target, [ids for _, ids in batch], config, seeds=seeds, stop_ids=stop_ids)
+            answers = gate.run("generate", answer)
             file.append([_line(p, a, tokenizer) for (p, _), a in zip(batch, answers, strict=True)])
             progress.answered += len(batch)
             progress.tokens += sum(len(answer.ids) + answer.complete for answer in answers)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from dflash_core.attention import BlockLayout
+from dflash_core.attention import AttentionBackend, BlockLayout
 from dflash_core.compile.gate import Gate
 from dflash_core.data.packing import PackedBatch
 from dflash_core.drafter import DFlashDrafter
@@ -21,11 +21,12 @@ from dflash_core.objective import LossTerms, block_input_ids, block_labels, bloc
 from dflash_core.pipeline.feature_store import FeatureStore
 from dflash_core.target import Target
 from dflash_core.target.documents import document_spans
+from dflash_core.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is constant over a run: how blocks are drawn, labelled, weighted and attended to."""
+    """What is constant over a run: how blocks are drawn, labelled and weighted."""
 
     seed: int
     block_size: int
@@ -34,7 +35,6 @@ class Objective:
     loss: Literal["decay", "dpace"] = "decay"
     gamma: float = 7.0
     dpace_alpha: float = 0.5
-    attention: str = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +59,20 @@ class TrainItem:
         return ("block", tuple(self.taps.shape), tuple(self.labels.shape), self.taps.dtype)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TrainItem:
-        """The item on `device`, taps and embeddings in `dtype`; host tensors travel through pinned memory."""
-        place = torch.device(device)
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if place.type == "cuda" and tensor.device.type == "cpu":
-                tensor = tensor.pin_memory()
-            wanted = dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(place, wanted, non_blocking=True)
-
+        """The item on `device`, taps and embeddings in `dtype`; what is there already is not copied."""
         return replace(
             self,
-            taps=move(self.taps),
-            context_positions=move(self.context_positions),
-            block_embeds=move(self.block_embeds),
-            layout=self.layout.to(place),
+            taps=to_device(self.taps, device, dtype),
+            context_positions=to_device(self.context_positions, device),
+            block_embeds=to_device(self.block_embeds, device, dtype),
+            layout=self.layout.to(device),
         )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a drafter computes with."""
+        layout = self.layout
+        return self.taps, self.context_positions, self.block_embeds, layout.lo, layout.hi, layout.valid
 
     def padded(self, rows: int) -> TrainItem:
         """The item with its context padded to `rows` rows that no block sees, for a shape that is always the same."""
@@ -143,7 +141,7 @@ class ItemMaker:
 
     def __call__(self, batch: PackedBatch) -> TrainItem:
         plan = plan_blocks(batch, self._objective)
-        embed = partial(self._target.embed, plan.ids.to(self._target.device))
+        embed = partial(self._target.embed, to_device(plan.ids, self._target.device))
         return TrainItem(
             batch=batch,
             taps=self._stored_taps(batch, self._store) if self._store is not None else self.row_taps(batch),
@@ -163,7 +161,8 @@ class ItemMaker:
 
     def _stored_taps(self, batch: PackedBatch, store: FeatureStore) -> torch.Tensor:
         width = len(self._layer_ids) * self._target.hidden_size
-        taps = torch.zeros(len(batch.input_ids), width, dtype=self._target.dtype)
+        pinned = self._target.device.type == "cuda"
+        taps = torch.zeros(len(batch.input_ids), width, dtype=self._target.dtype, pin_memory=pinned)
         for start, length in zip(*document_spans(batch.document_ids), strict=True):
             rows = slice(int(start), int(start + length))
             features = store.get(batch.input_ids[rows])
@@ -181,7 +180,13 @@ class ItemMaker:
         return taps
 
 
-def block_terms(drafter: DFlashDrafter, head_weight: torch.Tensor, item: TrainItem, objective: Objective) -> LossTerms:
+def block_terms(
+    drafter: DFlashDrafter,
+    head_weight: torch.Tensor,
+    item: TrainItem,
+    objective: Objective,
+    attention: AttentionBackend,
+) -> LossTerms:
     """Forward of all blocks and the loss over them; `head_weight [V, H]` is the target's frozen head."""
     hidden = drafter(
         item.block_embeds,
@@ -189,7 +194,7 @@ def block_terms(drafter: DFlashDrafter, head_weight: torch.Tensor, item: TrainIt
         layout=item.layout,
         block_positions=item.layout.positions(),
         context_positions=item.context_positions,
-        attention=objective.attention,
+        attention=attention,
     )
     return block_loss(
         hidden,

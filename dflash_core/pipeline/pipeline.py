@@ -18,13 +18,13 @@ import torch
 
 from dflash_core.compile.gate import Gate
 from dflash_core.data.packing import PackedBatch
+from dflash_core.pipeline.busy import Busy
 from dflash_core.pipeline.control import Control, StalledError
-from dflash_core.pipeline.microstep import TrainItem
-from dflash_core.pipeline.queue import FeatureQueue
 from dflash_core.pipeline.reducer import GradientReducer, MicroResult
 from dflash_core.pipeline.rehearsal import Rehearsal, RehearsalEntry
 from dflash_core.pipeline.roles import DrafterRole, TargetRole
-from dflash_core.pipeline.workers import BatchSource, DrafterWorker, TargetWorker, Worker
+from dflash_core.pipeline.streams import Mark, adopt, settle
+from dflash_core.pipeline.workers import BatchSource, DrafterWorker, ItemQueue, TargetWorker, Worker
 
 STALL_SECONDS = 600.0
 JOIN_SECONDS = 5.0
@@ -55,9 +55,12 @@ class Pipeline:
         self._control = control
         self._gate = gate
         self._stall_s = stall_s
-        self.queue: FeatureQueue[TrainItem] = FeatureQueue(queue_size, control, first=first, end=end, stall_s=stall_s)
+        self.queue = ItemQueue(queue_size, control, first=first, end=end, stall_s=stall_s)
         self._reducer = GradientReducer(gradient_buffers, control, first=first, micro_batches=batches_per_step)
+        self._buffer_devices = {buffer.device for buffer in gradient_buffers}
         self._rehearsal: Rehearsal | None = None
+        devices = [role.device for role in targets] + [role.device for role in drafters]
+        self.busy = {device: Busy(device) for device in devices}
         source = BatchSource(batches, self.queue)
         self.targets = [
             TargetWorker(
@@ -68,6 +71,7 @@ class Pipeline:
                 queue=self.queue,
                 role=role,
                 batches_per_step=batches_per_step,
+                busy=self.busy[role.device],
             )
             for index, role in enumerate(targets)
         ]
@@ -82,6 +86,7 @@ class Pipeline:
                 role=role,
                 sequences=_share(index, len(drafters), first, end),
                 batches_per_step=batches_per_step,
+                busy=self.busy[role.device],
             )
             for index, role in enumerate(drafters)
         ]
@@ -95,6 +100,7 @@ class Pipeline:
         if on_rehearsed is not None:
             names = [worker.name for worker in self.workers]
             self._rehearsal = Rehearsal(names, self._control, self._gate, on_entry=on_rehearsed)
+        settle(worker.device for worker in self.workers)
         for worker in self.workers:
             worker.rehearsal = self._rehearsal
             worker.thread.start()
@@ -116,11 +122,14 @@ class Pipeline:
             worker = self.drafters[sequence % len(self.drafters)]
             return StalledError(worker.name, f"the gradient of batch {sequence}", deadline_s)
 
-        return self._reducer.wait_window(deadline_s=deadline_s, late=late)
+        results = self._reducer.wait_window(deadline_s=deadline_s, late=late)
+        for result in results:
+            adopt(*result.sums.tensors)
+        return results
 
     def open_next(self) -> None:
-        """Let the drafters compute the next step; the replicas have the new weights."""
-        self._reducer.open_next()
+        """Let the drafters compute the next step, behind what this thread has enqueued: the new weights."""
+        self._reducer.open_next(Mark(*(worker.device for worker in self.drafters), *self._buffer_devices))
 
     def close(self) -> list[str]:
         """End all threads; returns the names of those that did not end within `JOIN_SECONDS`."""

@@ -15,6 +15,7 @@ import torch
 from dflash_core.data.packing import PackedBatch
 from dflash_core.objective import MetricSums
 from dflash_core.pipeline.control import Control
+from dflash_core.pipeline.streams import Mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class GradientReducer:
     """Accumulates into `buffers` (fp32, or wider when the replicas are wider), one per parameter.
 
     A window is one optimizer step: `micro_batches` consecutive numbers. `add` blocks until all smaller numbers of
-    the window are in; `wait_window` blocks until the window is full.
+    the window are in; `wait_window` blocks until the window is full. On GPUs these wait for the work to be enqueued;
+    marks keep its order on the devices.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], control: Control, *, first: int, micro_batches: int) -> None:
@@ -45,12 +47,16 @@ class GradientReducer:
         self._next = first
         self._window_end = first + micro_batches
         self._results: list[MicroResult] = []
+        self._added: list[Mark] = []
+        self._opened = Mark()
         self._changed = threading.Condition()
 
     def wait_open(self, sequence: int) -> None:
         """Wait until the window of `sequence` is open, that is, until the weights it must be computed with are out."""
         with self._changed:
             self._control.wait(self._changed, lambda: sequence < self._window_end)
+            opened = self._opened
+        opened.wait()
 
     def add(self, gradients: Sequence[torch.Tensor | None], result: MicroResult) -> None:
         """Add one micro-batch's gradients in turn. A parameter without a gradient adds nothing."""
@@ -58,23 +64,29 @@ class GradientReducer:
         with self._changed:
             self._control.wait(self._changed, lambda: self._next == result.batch.sequence)
         # Only the owner of the current number reaches this line, so the sum needs no lock.
+        for before in self._added[-1:]:
+            before.wait()
         self._accumulate(gradients, first=not self._results)
+        mark = Mark(*(tensor.device for tensor in (*self._buffers, *gradients) if tensor is not None))
         with self._changed:
             self._results.append(result)
+            self._added.append(mark)
             self._next += 1
             self._changed.notify_all()
 
     @torch.no_grad()
     def _accumulate(self, gradients: Sequence[torch.Tensor | None], *, first: bool) -> None:
-        for buffer, gradient in zip(self._buffers, gradients, strict=True):
-            if gradient is None:
-                if first:
-                    buffer.zero_()
-            elif first:
-                buffer.copy_(gradient, non_blocking=True)
-            else:
-                # add_ promotes a bf16 gradient to the buffer's fp32 before adding.
-                buffer.add_(gradient.to(buffer.device, non_blocking=True))
+        pairs = list(zip(self._buffers, gradients, strict=True))
+        buffers = [buffer for buffer, gradient in pairs if gradient is not None]
+        moved = [gradient.to(buffer.device, non_blocking=True) for buffer, gradient in pairs if gradient is not None]
+        if first:
+            for buffer in (buffer for buffer, gradient in pairs if gradient is None):
+                buffer.zero_()
+        if buffers and first:
+            torch._foreach_copy_(buffers, moved, non_blocking=True)
+        elif buffers:
+            # A bf16 gradient is promoted to the buffer's fp32 before it is added.
+            torch._foreach_add_(buffers, moved)
 
     def wait_window(self, *, deadline_s: float, late: Callable[[int], BaseException]) -> list[MicroResult]:
         """Wait until the window is full; its sum is then in the buffers, its results are returned in order.
@@ -90,12 +102,16 @@ class GradientReducer:
                     deadline_s=deadline_s,
                     late=lambda: late(missing),  # noqa: B023
                 )
-            return self._results
+            added = self._added
+        for mark in added:
+            mark.wait()
+        return self._results
 
-    def open_next(self) -> None:
-        """Start the next window; the buffers are overwritten by its first micro-batch."""
+    def open_next(self, after: Mark | None = None) -> None:
+        """Start the next window, whose first micro-batch overwrites the buffers; on GPUs it runs behind `after`."""
         with self._changed:
             assert self._next == self._window_end
-            self._results = []
+            self._results, self._added = [], []
+            self._opened = after or Mark()
             self._window_end += self._micro_batches
             self._changed.notify_all()

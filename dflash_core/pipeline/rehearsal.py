@@ -31,6 +31,13 @@ class RehearsalEntry:
     compiles: int
 
 
+def timed_entry(worker: str, gate: Gate, job: Callable[[], object]) -> RehearsalEntry:
+    """Run `worker`'s synthetic step."""
+    compiles, begin = gate.compiles, time.perf_counter()
+    job()
+    return RehearsalEntry(worker=worker, seconds=time.perf_counter() - begin, compiles=gate.compiles - compiles)
+
+
 class Rehearsal:
     """Gives each of `workers` its turn, in that order. `on_entry` is called when a step is done."""
 
@@ -53,12 +60,7 @@ class Rehearsal:
         """Run `job` when it is `worker`'s turn."""
         with self._changed:
             self._control.wait(self._changed, lambda: self._workers[self._turn] == worker)
-        compiles, begin = self._gate.compiles, time.perf_counter()
-        job()
-        entry = RehearsalEntry(
-            worker=worker, seconds=time.perf_counter() - begin, compiles=self._gate.compiles - compiles
-        )
-        self._on_entry(entry)
+        self._on_entry(timed_entry(worker, self._gate, job))
         with self._changed:
             self._turn += 1
             self._changed.notify_all()

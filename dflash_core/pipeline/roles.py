@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_core.attention import AttentionBackend
+from dflash_core.compile.rollback import Rollback, device_generator
 from dflash_core.data.packing import PackedBatch
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.objective import MetricSums
@@ -25,11 +27,15 @@ class TargetRole:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRole:
-    """One drafter worker: its replica's parameters, and what leaves a micro-batch's gradient in them."""
+    """One drafter worker: its replica's parameters, and what adds a micro-batch's gradient to them.
+
+    `undo` puts gradients and random states back to where the last micro-step began, for the gate to repeat it.
+    """
 
     device: str
     parameters: Sequence[torch.nn.Parameter]
     micro_step: Callable[[TrainItem], MetricSums]
+    undo: Callable[[], None]
     rehearsal_item: Callable[[], TrainItem]
 
 
@@ -53,19 +59,26 @@ def drafter_role(
     drafter: DFlashDrafter,
     head: torch.Tensor,
     objective: Objective,
+    attention: AttentionBackend,
     synthetic: Callable[[], PackedBatch],
 ) -> DrafterRole:
     """Forward, loss and backward of one replica; `head [V, H]` on its device and in its type."""
     parameters = list(drafter.parameters())
+    rollback = Rollback(parameters, [device_generator(device)])
 
     def micro_step(item: TrainItem) -> MetricSums:
-        for parameter in parameters:
-            parameter.grad = None  # the gate may have dropped a first attempt
-        terms = block_terms(drafter, head, item, objective)
+        rollback.note()
+        terms = block_terms(drafter, head, item, objective, attention)
         terms.num.backward()
         return terms.metrics
 
     def rehearsal_item() -> TrainItem:
         return synthetic_item(synthetic(), drafter.config, objective, device=device, dtype=drafter.dtype)
 
-    return DrafterRole(device=device, parameters=parameters, micro_step=micro_step, rehearsal_item=rehearsal_item)
+    return DrafterRole(
+        device=device,
+        parameters=parameters,
+        micro_step=micro_step,
+        undo=rollback.restore,
+        rehearsal_item=rehearsal_item,
+    )

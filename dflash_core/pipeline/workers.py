@@ -11,16 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from dflash_core.compile.gate import Gate
 from dflash_core.data.packing import PackedBatch
+from dflash_core.objective import MetricSums
+from dflash_core.pipeline.busy import Busy
 from dflash_core.pipeline.control import Control, Stopped
 from dflash_core.pipeline.microstep import TrainItem
 from dflash_core.pipeline.queue import FeatureQueue
 from dflash_core.pipeline.reducer import GradientReducer, MicroResult
 from dflash_core.pipeline.rehearsal import Rehearsal
 from dflash_core.pipeline.roles import DrafterRole, TargetRole
+from dflash_core.pipeline.streams import LEAST, URGENT, Mark, adopt, settle, use_own_stream
+
+ItemQueue = FeatureQueue[tuple[TrainItem, Mark]]
+"""Items, each with the mark behind which it is ready on its device."""
 
 
 class Worker:
@@ -30,6 +34,7 @@ class Worker:
     """
 
     rehearsal: Rehearsal | None = None
+    priority = LEAST
 
     def __init__(self, name: str, device: str, control: Control, on_start: Callable[[], None]) -> None:
         self.name = name
@@ -47,13 +52,17 @@ class Worker:
         """One synthetic step with the shapes of the real ones."""
         raise NotImplementedError
 
+    def _rehearse_to_the_end(self) -> None:
+        """Until the device is done: a first step may move weights, and the next worker must find them in place."""
+        self.rehearse()
+        settle([self.device])
+
     def _guarded(self) -> None:
         try:
-            if self.device.startswith("cuda"):
-                torch.cuda.set_device(self.device)  # per thread; kernels launch on the current device
+            use_own_stream(self.device, priority=self.priority)
             self._on_start()
             if self.rehearsal is not None:
-                self.rehearsal.perform(self.name, self.rehearse)
+                self.rehearsal.perform(self.name, self._rehearse_to_the_end)
             self.work()
         except Stopped:
             return
@@ -64,7 +73,7 @@ class Worker:
 class BatchSource:
     """Hands out numbered batches to several target workers, each number once and in order."""
 
-    def __init__(self, batches: Iterator[PackedBatch], queue: FeatureQueue[TrainItem]) -> None:
+    def __init__(self, batches: Iterator[PackedBatch], queue: ItemQueue) -> None:
         self._batches = batches
         self._queue = queue
         self._lock = threading.Lock()
@@ -93,15 +102,17 @@ class TargetWorker(Worker):
         on_start: Callable[[], None],
         *,
         source: BatchSource,
-        queue: FeatureQueue[TrainItem],
+        queue: ItemQueue,
         role: TargetRole,
         batches_per_step: int,
+        busy: Busy,
     ) -> None:
         super().__init__(name, role.device, control, on_start)
         self._source = source
         self._queue = queue
         self._role = role
         self._batches_per_step = batches_per_step
+        self._busy = busy
         self.busy_s = 0.0
         self.tokens = 0
 
@@ -109,10 +120,11 @@ class TargetWorker(Worker):
         while (batch := self._source.next(self.name)) is not None:
             self.step = batch.sequence // self._batches_per_step + 1
             begin = time.perf_counter()
-            item = self._role.make_item(batch)
+            with self._busy.span():
+                item = self._role.make_item(batch)
             self.busy_s += time.perf_counter() - begin
             self.tokens += batch.num_tokens
-            self._queue.put(batch.sequence, item)
+            self._queue.put(batch.sequence, (item, Mark(self.device, item.taps.device)))
             self.control.check()
 
     def rehearse(self) -> None:
@@ -120,10 +132,9 @@ class TargetWorker(Worker):
 
 
 class DrafterWorker(Worker):
-    """Takes every D-th item, computes its gradient, adds it to the step's sum in turn.
+    """Takes every D-th item, computes its gradient, adds it to the step's sum in turn."""
 
-    The role's micro-step drops old gradients first, so that the gate may repeat it.
-    """
+    priority = URGENT
 
     def __init__(
         self,
@@ -132,11 +143,12 @@ class DrafterWorker(Worker):
         on_start: Callable[[], None],
         *,
         gate: Gate,
-        queue: FeatureQueue[TrainItem],
+        queue: ItemQueue,
         reducer: GradientReducer,
         role: DrafterRole,
         sequences: Iterator[int],
         batches_per_step: int,
+        busy: Busy,
     ) -> None:
         super().__init__(name, role.device, control, on_start)
         self._gate = gate
@@ -145,14 +157,17 @@ class DrafterWorker(Worker):
         self._role = role
         self._sequences = sequences
         self._batches_per_step = batches_per_step
+        self._busy = busy
 
     def work(self) -> None:
         for sequence in self._sequences:
             self.step = sequence // self._batches_per_step + 1
             self._reducer.wait_open(sequence)
-            item, waited = self._queue.take(sequence)
+            (item, made), waited = self._queue.take(sequence)
+            made.wait()
+            adopt(*item.tensors)
             begin = time.perf_counter()
-            sums = self._gate.run(item.shape_key, partial(self._role.micro_step, item))
+            sums = self._micro_step(item)
             result = MicroResult(
                 batch=item.batch,
                 worker=self.name,
@@ -163,11 +178,14 @@ class DrafterWorker(Worker):
             self._reducer.add([parameter.grad for parameter in self._role.parameters], result)
             self._drop_gradients()
 
+    def _micro_step(self, item: TrainItem) -> MetricSums:
+        step = self._busy.timed(partial(self._role.micro_step, item))
+        return self._gate.run(item.shape_key, step, on_refused=self._role.undo)
+
     def _drop_gradients(self) -> None:
         for parameter in self._role.parameters:
             parameter.grad = None
 
     def rehearse(self) -> None:
-        item = self._role.rehearsal_item()
-        self._gate.run(item.shape_key, partial(self._role.micro_step, item))
+        self._micro_step(self._role.rehearsal_item())
         self._drop_gradients()

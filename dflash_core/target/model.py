@@ -1,14 +1,9 @@
-"""A frozen transformers causal LM whose decoder layers can be tapped.
-
-Index convention: tap `l` is the output of decoder layer `l`, counted from 0, as a forward hook on `layers[l]` sees
-it. In the tuple that `output_hidden_states=True` returns this is entry `l + 1`, except for the last layer: there the
-tuple holds the state after the final norm, and a tap the state before it.
-"""
+"""A frozen transformers causal LM whose decoder layers can be tapped (the index convention is in `taps`)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -19,49 +14,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from dflash_core.errors import TargetError
-from dflash_core.target.documents import batch_documents
-
-TapWriter = Callable[[int, Tensor], None]
-"""Receives the slot of a tapped layer (its place among the tapped ones) and the layer's output `[B, L, H]`."""
-
-
-class _LastTapSeen(BaseException):
-    """Leaves the model's forward once the last tapped layer has run.
-
-    A BaseException, so that no `except Exception` inside a model's forward can swallow it.
-    """
-
-
-class _Taps(threading.local):
-    """Who receives layer outputs, per thread: threads that share a target never see each other's taps."""
-
-    slots: dict[int, int] | None = None
-    write: TapWriter | None = None
-
-
-class TapCapture:
-    """The taps of the latest forward inside `Target.tapping`."""
-
-    def __init__(self, num_taps: int) -> None:
-        self._num_taps = num_taps
-        self._features: Tensor | None = None
-        self._filled = 0
-
-    @property
-    def features(self) -> Tensor:
-        """Taps of the latest forward, `[rows, n*H]`; rows are the forward's tokens, batch after batch."""
-        assert self._features is not None and self._filled == self._num_taps, "no whole forward was captured"
-        return self._features
-
-    def write(self, slot: int, hidden: Tensor) -> None:
-        rows = hidden.detach().flatten(0, -2)
-        if slot == 0:
-            self._features = rows.new_empty(rows.shape[0], self._num_taps * rows.shape[1])
-            self._filled = 0
-        assert self._features is not None
-        width = rows.shape[1]
-        self._features[:, slot * width : (slot + 1) * width] = rows
-        self._filled += 1
+from dflash_core.target.forwards import Forward, PackedForward, PackedRow, choose_forward
+from dflash_core.target.taps import TapCapture, TapHooks
+from dflash_core.transfer import to_device
 
 
 class Target:
@@ -85,9 +40,9 @@ class Target:
         self.cache_argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         """Keyword of `model` for a KV cache; transformers renames it within version 5."""
         model.generation_config = GenerationConfig.from_dict({})
-        self._taps = _Taps()
-        for index, layer in enumerate(layers):
-            layer.register_forward_hook(self._hook(index))
+        self._hooks = TapHooks(layers)
+        self._choosing = threading.Lock()
+        self._forward: Forward | None = None
 
     @property
     def embed_weight(self) -> Tensor:
@@ -137,26 +92,20 @@ class Target:
         written into `out` if given (`[S, n*H]`, this target's dtype and device).
         """
         slots = self._slots(layer_ids)
-        ids, positions, documents = (_to_numpy(x) for x in (input_ids, position_ids, document_ids))
-        width = self.hidden_size
-        taps = out
-        if taps is None:
-            taps = torch.empty(len(ids), len(slots) * width, dtype=self.dtype, device=self.device)
-        assert taps.shape == (len(ids), len(slots) * width), f"out has shape {tuple(taps.shape)}"
-        taps[self._on_device(np.flatnonzero(documents < 0))] = 0
-        for batch in batch_documents(documents):
-            rows = self._on_device(batch.rows_BL[batch.real_BL])
-            cells = self._on_device(np.flatnonzero(batch.real_BL))
-            positions_BL = positions[batch.rows_BL[:, :1]] + np.arange(batch.rows_BL.shape[1])
-
-            def write(slot: int, hidden: Tensor, rows: Tensor = rows, cells: Tensor = cells) -> None:
-                column = taps[:, slot * width : (slot + 1) * width]
-                column.index_copy_(0, rows, hidden.flatten(0, 1).index_select(0, cells))
-                if slot == len(slots) - 1:
-                    raise _LastTapSeen
-
-            self._run_until_last_tap(ids[batch.rows_BL], positions_BL, slots, write)
+        row = PackedRow(*(_to_numpy(x) for x in (input_ids, position_ids, document_ids)))
+        shape = (len(row.ids), len(slots) * self.hidden_size)
+        taps = torch.empty(shape, dtype=self.dtype, device=self.device) if out is None else out
+        assert taps.shape == shape, f"out has shape {tuple(taps.shape)}"
+        self._chosen_forward()(row, slots, taps)
+        padding = np.flatnonzero(row.documents < 0)
+        if len(padding):
+            taps.index_fill_(0, to_device(padding, self.device), 0)
         return taps
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether `features` runs a whole row in one forward, or its documents as padded batches."""
+        return isinstance(self._chosen_forward(), PackedForward)
 
     @contextmanager
     def tapping(self, layer_ids: Sequence[int]) -> Iterator[TapCapture]:
@@ -166,40 +115,15 @@ class Target:
         """
         slots = self._slots(layer_ids)
         capture = TapCapture(len(slots))
-        with self._receiving(slots, capture.write):
+        with self._hooks.receiving(slots, capture.write):
             yield capture
 
-    def _run_until_last_tap(
-        self, ids_BL: np.ndarray, positions_BL: np.ndarray, slots: dict[int, int], write: TapWriter
-    ) -> None:
-        with self._receiving(slots, write):
-            try:
-                self._decoder(
-                    input_ids=self._on_device(ids_BL),
-                    position_ids=self._on_device(positions_BL),
-                    use_cache=False,
-                )
-            except _LastTapSeen:
-                return
-        raise AssertionError("the forward ended before the last tapped layer")
-
-    def _hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
-        def on_output(_module: nn.Module, _args: Any, output: Any) -> None:
-            taps = self._taps
-            if taps.slots is not None and taps.write is not None and index in taps.slots:
-                taps.write(taps.slots[index], output[0] if isinstance(output, tuple) else output)
-
-        return on_output
-
-    @contextmanager
-    def _receiving(self, slots: dict[int, int], write: TapWriter) -> Iterator[None]:
-        taps = self._taps
-        before = taps.slots, taps.write
-        taps.slots, taps.write = slots, write
-        try:
-            yield
-        finally:
-            taps.slots, taps.write = before
+    def _chosen_forward(self) -> Forward:
+        """Tried out once, on the device where the model is by now, by whichever thread comes first."""
+        with self._choosing:
+            if self._forward is None:
+                self._forward = choose_forward(self._decoder, self._hooks, self.embed_weight, self.num_layers)
+            return self._forward
 
     def _slots(self, layer_ids: Sequence[int]) -> dict[int, int]:
         ids = list(layer_ids)
@@ -211,12 +135,10 @@ class Target:
             )
         return {layer: slot for slot, layer in enumerate(ids)}
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)
-
 
 def _to_numpy(values: Tensor | np.ndarray) -> np.ndarray:
-    return values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array = values.cpu().numpy() if isinstance(values, Tensor) else values
+    return np.asarray(array, dtype=np.int64)
 
 
 def _find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:

@@ -1,6 +1,6 @@
 """Statistical stress of compiled and eager code in threads, each run a fresh process with fresh caches.
 
-    python tests/race/stress.py --mode gate --runs 20 [--threads 3] [--steps 6] [--busy 2] [--reshape]
+    python tests/race/stress.py --mode gate --runs 20 [--jobs 2] [--threads 3] [--steps 6] [--busy 2] [--reshape]
 
 Every thread trains a small attention model: the flex operator (traced jointly with its backward), compiled and
 eager `create_block_mask`, and a chunked loss under gradient checkpointing, with and without `use_reentrant`.
@@ -9,7 +9,8 @@ stepping until all threads have done their steps. The first loss of every thread
 
 Modes: `none` no protection, `attention` a lock around each thread's first attention call, `first` a lock around
 each thread's first whole step, `gate` every step through the gate. `--reshape` changes the shape after warm-up
-without a new key, so that the gate has to refuse and repeat. `--busy` starts processes that load the machine.
+without a new key, so that the gate has to refuse and repeat. `--busy` starts processes that load the machine,
+`--jobs` does so many runs at a time.
 Prints one JSON object: runs, failed, error texts with counts, and the compiles and refusals of passed runs.
 """
 
@@ -25,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -193,7 +195,8 @@ def stress(arguments: argparse.Namespace) -> dict[str, Any]:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.busy)]
     began = time.monotonic()
     try:
-        results = [fresh_process(options) for _ in range(arguments.runs)]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            results = list(pool.map(lambda _: fresh_process(options), range(arguments.runs)))
     finally:
         for process in busy:
             process.kill()
@@ -204,6 +207,7 @@ def stress(arguments: argparse.Namespace) -> dict[str, Any]:
         "mode": arguments.mode,
         "reshape": arguments.reshape,
         "busy": arguments.busy,
+        "jobs": arguments.jobs,
         "runs": arguments.runs,
         "failed": errors.total(),
         "errors": dict(errors),
@@ -217,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=MODES, default="gate")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--busy", type=int, default=0, help="processes that load the machine meanwhile")

@@ -440,6 +440,19 @@ def test_cuda_graph_recording_is_turned_down_in_words(gate: Gate) -> None:
         gate.run("shape", record)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_real_recording_never_begins(gate: Gate) -> None:
+    compiled = torch.compile(clone_code(sum_of_sines), mode="reduce-overhead", dynamic=False)
+
+    def steps() -> None:
+        for _ in range(3):  # torch records after a first call
+            compiled(torch.ones(64, device="cuda"))
+
+    with pytest.raises(GateError, match="max-autotune-no-cudagraphs"):
+        gate.run("shape", steps)
+
+
 def chained(how: str) -> Exception:
     refusal = CompileRefused("no")
     if how == "text":

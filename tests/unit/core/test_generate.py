@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_core.config import GenerateConfig
+from dflash_core.data import generate
 from dflash_core.data.answers import open_answers
 from dflash_core.data.chats import ChatIndex, prompt_sha256
 from dflash_core.data.encode import render, tokenise
@@ -164,6 +165,24 @@ def test_a_call_continues_behind_the_answers_on_disk(tmp_path, target, tokenizer
     before = out.read_bytes()
     assert generate_answers(config, target, tokenizer, out, seed=3).answered == 0
     assert out.read_bytes() == before
+
+
+def test_a_late_compile_while_generating_is_repeated_alone(tmp_path, target, tokenizer, monkeypatch):
+    prompts = write_prompts(tmp_path / "p.jsonl", *QUESTIONS)
+    config = GenerateConfig(prompts=prompts, batch_size=3, max_new_tokens=6, temperature=1.0)
+    generate_answers(config, target, tokenizer, tmp_path / "plain.jsonl")
+    compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    sizes = iter([3, 3, 5, 5])
+
+    def late(*args, **options):
+        answers = answer_batch(*args, **options)
+        compiled(torch.ones(next(sizes)))
+        return answers
+
+    monkeypatch.setattr(generate, "answer_batch", late)
+    generate_answers(config, target, tokenizer, tmp_path / "late.jsonl")
+    assert read(tmp_path / "late.jsonl") == read(tmp_path / "plain.jsonl")
+    assert next(sizes, None) is None, "the third batch was answered twice"
 
 
 def test_num_prompts_limits_distinct_prompts(tmp_path, target, tokenizer):

@@ -58,6 +58,37 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+def test_a_first_gradient_that_is_not_finite_leaves_a_fresh_optimizer() -> None:
+    optimizer = MasterAdamW(tiny().named_parameters(), device="cpu")
+    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    bad = [torch.full_like(m, float("inf")) for m in optimizer.masters.values()]
+    assert not torch.isfinite(optimizer.step(bad, divisor=torch.tensor(0.0), lr=1e-3, clip=1.0))
+    for name, tensor in optimizer.state_tensors().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_a_step_waits_for_nothing_and_equals_the_one_on_a_cpu() -> None:
+    here, there = (MasterAdamW(tiny().named_parameters(), device=device) for device in ("cpu", "cuda"))
+    replica = tiny().to("cuda", torch.bfloat16)
+    gradients = [torch.randn(m.shape, generator=torch.Generator().manual_seed(1)) for m in here.masters.values()]
+    for number in range(4):
+        poison = float("nan") if number == 2 else 1.0
+        here.step([g * poison for g in gradients], divisor=torch.tensor(8.0), lr=1e-2, clip=0.05)
+        on_gpu, divisor = [(g * poison).cuda() for g in gradients], torch.tensor(8.0, device="cuda")
+        torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step makes the moments
+        try:
+            there.step(on_gpu, divisor=divisor, lr=1e-2, clip=0.05)
+            there.publish(replica)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, tensor in here.state_tensors().items():
+        torch.testing.assert_close(there.state_tensors()[name].cpu(), tensor, rtol=1e-6, atol=1e-7)
+    weight = there.masters["0.weight"].bfloat16()
+    assert torch.equal(replica[0].weight, weight)  # type: ignore[index]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_restored_optimizer_goes_on_exactly(dtype: torch.dtype) -> None:
     def gradients(step: int, optimizer: MasterAdamW) -> list[torch.Tensor]:

@@ -23,11 +23,18 @@ def keep_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line takes over signals and the environment of its process; give both back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before = dict(os.environ)
+    forget_caches()
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(before)
+
+
+def forget_caches() -> None:
+    """As in a new process, which looks for the compile cache where DFLASH_CACHE_DIR says."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name, None)
 
 
 def call(run: Any, stage: str, *options: str) -> int:
@@ -159,7 +166,7 @@ def test_train_without_data_says_so(tiny_run: Any, capsys: Any) -> None:
 def test_a_second_warm_up_does_nothing(tiny_run: Any, capsys: Any) -> None:
     assert call(tiny_run, "warmup") == 0
     first = json.loads((tiny_run.run_dir / "warmup.json").read_text())
-    assert [entry["worker"] for entry in first["entries"]] == ["target-0 (cpu)", "drafter-0 (cpu)"]
+    assert [entry["worker"] for entry in first["entries"]] == ["target-0 (cpu)", "drafter-0 (cpu)", "held-out (cpu)"]
     capsys.readouterr()
     other = tiny_run.in_dir("other")
     assert call(other, "warmup") == 0
@@ -170,16 +177,19 @@ def test_a_second_warm_up_does_nothing(tiny_run: Any, capsys: Any) -> None:
     assert "already warm" not in capsys.readouterr().out
 
 
-def test_a_failed_warm_up_is_exit_code_10(tiny_run: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_core.pipeline import roles
-
+@pytest.mark.parametrize(
+    ("module", "worker"), [("dflash_core.pipeline.roles", "drafter-0 (cpu)"), ("dflash_core.heldout", "held-out (cpu)")]
+)
+def test_a_failed_warm_up_is_exit_code_10(
+    tiny_run: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, module: str, worker: str
+) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel for this shape")
 
-    monkeypatch.setattr(roles, "block_terms", broken)
+    monkeypatch.setattr(f"{module}.block_terms", broken)
     assert call(tiny_run, "warmup") == 10
     what, why, _ = error_lines(capsys)
-    assert "drafter-0 (cpu)" in what and "no kernel for this shape" in why
+    assert worker in what and "no kernel for this shape" in why
     assert not (tiny_run.run_dir / "warmup.json").exists()
 
 
@@ -247,3 +257,50 @@ def test_a_full_disk_is_no_bug(tiny_run: Any, capsys: Any, monkeypatch: pytest.M
     assert call(tiny_run, "evaluate") == 5
     what, _, fix = error_lines(capsys)
     assert what == f"error: {tiny_run.run_dir / 'evaluation.json'}: No space left on device" and "free space" in fix
+
+
+def test_questions_answer_in_json_and_change_nothing(tiny_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(*words: str) -> dict[str, Any]:
+        forget_caches()
+        capsys.readouterr()
+        assert main(list(words)) == 0
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answer
+
+    variables = ask("environment")
+    assert Path(variables["TRITON_CACHE_DIR"]).parent.parent == tiny_run.folder / "cache" / "compile"
+    assert variables["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] == "0"
+    cold = ask("cache", "--config", str(tiny_run.config_path))
+    assert (cold["state"], cold["changes"], cold["compiles"]) == ("missing", [], False)
+    assert not (tiny_run.folder / "cache").exists()
+    assert call(tiny_run, "warmup") == 0
+    warm = ask("cache", "--config", str(tiny_run.config_path))
+    assert (warm["state"], warm["digest"]) == ("valid", cold["digest"])
+    assert Path(warm["folder"]) == Path(variables["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def test_a_cold_cache_is_refused_when_warmth_is_required(tiny_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_run.change(train={"attention": "flex"})  # would compile, and is refused before anything is loaded
+    assert call(tiny_run, "train", "--require-warm") == 10
+    what, why, fix = error_lines(capsys)
+    assert "not warm" in what and "missing: no warm-up is recorded" in why and "--warmup-first" in fix
+    events = list(read_events(tiny_run.run_dir / "events.jsonl"))
+    assert [event["kind"] for event in events if event["event"] == "error"] == ["warmup"]
+
+
+def test_training_fills_a_cold_cache_for_the_next_run(
+    tiny_run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("trainer", "warmth"):  # as on a GPU, where something compiles
+        monkeypatch.setattr(f"dflash_core.{module}.needs_rehearsal", lambda config: True)
+    found = []
+    for run, options in ((tiny_run, []), (tiny_run.in_dir("other"), ["--require-warm"])):
+        assert call(run, "train", *options) == 0, capsys.readouterr().err
+        events = {event["event"]: event for event in read_events(run.run_dir / "events.jsonl")}
+        found.append(events["warm"]["state"])
+        assert (events["compiles"]["after_warm"], events["compiles"]["refused"]) == (0, 0)
+        assert events["warmup_step"]["misses"] == 0 and "TRITON_CACHE_DIR" in events["environment"]["variables"]
+        step = events["step"]
+        assert step["targets_tokens_per_s"] >= 0 and step["drafters_tokens_per_s"] == step["tokens_per_s"] > 0
+        assert step["device_idle"].keys() == {"cpu"} and 0 <= step["device_idle"]["cpu"] < 1
+    assert found == ["missing", "valid"]

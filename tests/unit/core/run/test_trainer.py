@@ -9,7 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflash_core import trainer
 from dflash_core.events import EventLog, read_events
+from dflash_core.heldout import HeldOut
+from dflash_core.pipeline.pipeline import Pipeline
+from dflash_core.progress import Progress
 from dflash_core.trainer import train
 from dflash_core.training_state import latest_checkpoint, read_state
 
@@ -63,6 +67,16 @@ def test_the_number_of_workers_does_not_matter(tiny_run: Any, quiet: Any, dtype:
     assert first["master.fc.weight"].dtype == getattr(torch, dtype)
 
 
+def test_five_targets_and_three_drafters_run(tiny_run: Any, quiet: Any) -> None:
+    tiny_run.change(train={"steps": 4, "batches_per_step": 6, "dtype": "float64"}, target={"dtype": "float64"})
+    single = run_training(tiny_run.in_dir("1-1"), quiet)
+    crowd = tiny_run.in_dir("5-3").change(topology={"targets": ["cpu"] * 5, "drafters": ["cpu"] * 3})
+    for name, tensor in run_training(crowd, quiet).items():
+        assert (tensor - single[name]).norm() <= 1e-10 * single[name].norm(), name
+    (end,) = events_of(crowd, "compiles")
+    assert (end["after_warm"], end["refused"]) == (0, 0)
+
+
 def test_a_feature_store_changes_nothing_and_is_used_again(tiny_run: Any, quiet: Any) -> None:
     tiny_run.change(train={"steps": None, "epochs": 3})
     plain = run_training(tiny_run.in_dir("plain"), quiet)
@@ -98,6 +112,35 @@ def test_epochs_set_the_number_of_steps(tiny_run: Any, quiet: Any) -> None:
     state = read_state(folder)
     assert state.samples_seen >= 24 and state.stream["epoch"] == 2
     assert state.step == state.total_steps == (state.stream["sequence"] + 1) // 2
+
+
+def test_drafters_go_on_at_once_unless_they_must_be_idle(
+    tiny_run: Any, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are let go before the norm is read; an evaluation or a checkpoint of that step comes first."""
+    done: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            done.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(Pipeline, "wait_step")
+    note(Pipeline, "open_next")
+    note(HeldOut, "measure")
+    note(trainer, "write_checkpoint")
+    note(Progress, "add")  # the step has been accepted
+    tiny_run.change(train={"steps": 4, "eval_every": 2, "checkpoint_every": 3})
+    run_training(tiny_run, quiet)
+    first, second, third, fourth = " ".join(done).split("wait_step ")[1:]
+    assert first == "open_next add "
+    assert second == "add measure open_next "
+    assert third == "add write_checkpoint open_next "
+    assert fourth.startswith("add measure open_next")
 
 
 def test_untrained_evaluation_is_the_seeded_start(tiny_run: Any, quiet: Any) -> None:

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from orchestrator.hints import did_you_mean
 from orchestrator.inventory.keys import keys_at
-from orchestrator.inventory.models import PATTERN_WORDS, InventoryFile, Section, Settings
+from orchestrator.inventory.models import InventoryFile, Settings
 from orchestrator.inventory.problems import Problem, invalid
 from orchestrator.inventory.strict_yaml import KeyPath
+from orchestrator.inventory.types import PATTERN_WORDS, Section
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -70,8 +71,8 @@ def _problem(
     if details["loc"] and details["loc"][-1] == "[key]":
         return Problem(where(path, False), f"`{key}` is not usable as a name", f"{place}; {_reason(details)}")
     name = dotted((*below, *path)) or "the document"
-    # What stands in `env` may be a secret that somebody wrote down.
-    shown = _shown(details["input"]) if "env" not in path else "something else"
+    # What stands in `env` or `token` may be a secret that somebody wrote down.
+    shown = _shown(details["input"]) if not {"env", "token"} & set(path) else "something else"
     return Problem(where(path, True), f"`{name}` {_reason(details)}", f"it is {shown}")
 
 

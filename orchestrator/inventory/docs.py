@@ -15,16 +15,9 @@ from pydantic.fields import FieldInfo
 from orchestrator.errors import UsageError
 from orchestrator.hints import did_you_mean
 from orchestrator.inventory.keys import alternatives, is_mapping, item_of, section_of, spell
-from orchestrator.inventory.models import (
-    DEVICE_PATTERN,
-    Duration,
-    InventoryFile,
-    LocalTarget,
-    Section,
-    Settings,
-    Size,
-)
+from orchestrator.inventory.models import InventoryFile, Settings, Target
 from orchestrator.inventory.strict_yaml import parse_strict
+from orchestrator.inventory.types import DEVICE_PATTERN, Duration, Section, Size
 
 WIDTH = 100
 _SHARED = frozenset(Settings.model_fields)
@@ -47,7 +40,7 @@ def entries(model: type[Section], above: str = "") -> Iterator[Entry]:
         section = section_of(field.annotation)
         yield Entry(above + name, kind_of(field), _default(field), " ".join((field.description or "").split()))
         inner = section or section_of(item_of(field.annotation))
-        if inner is not None and inner is not Settings and not issubclass(inner, LocalTarget):
+        if inner is not None and inner is not Settings and not issubclass(inner, Target):
             yield from entries(inner, f"{above}{name}{'[].' if section is None else '.'}")
 
 
@@ -96,7 +89,7 @@ def render(section: str | None = None) -> str:
 
     Raises UsageError `usage` for a name that is none.
     """
-    own = [e for e in entries(LocalTarget, "targets.NAME.") if e.key.split(".")[2].rstrip("[]") not in _SHARED]
+    own = [e for e in entries(Target, "targets.NAME.") if e.key.split(".")[2].rstrip("[]") not in _SHARED]
     everything = [*entries(InventoryFile), *own, *entries(Settings)]
     if section is None:
         return "\n\n".join([_RULES, *(_paragraph(entry) for entry in everything)])
@@ -158,6 +151,10 @@ targets:
     #groups: [h200]
     launch:
       config: run.yaml
+  # A container through its Proxmox VE node. `dfo trust lab` shows the node's host key before the first use.
+  #lab: {transport: pct, ssh: {host: pve1, user: root}, pct: {container: 101}}
+  # A container, or any Linux, with an sshd of its own.
+  #box: {transport: ssh, ssh: {host: box.example.org}}
 """
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from orchestrator.hints import did_you_mean
 from orchestrator.inventory.keys import Value, flatten, is_mapping, is_section, is_text, item_of, section_of
-from orchestrator.inventory.models import Section, Settings
+from orchestrator.inventory.models import Settings
 from orchestrator.inventory.problems import Problem, invalid
 from orchestrator.inventory.strict_yaml import KeyPath, parse_strict
+from orchestrator.inventory.types import Section
 
 PREFIX = "DFO_"
 

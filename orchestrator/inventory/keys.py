@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from orchestrator.inventory.models import Duration, Section, Size
 from orchestrator.inventory.strict_yaml import KeyPath
+from orchestrator.inventory.types import Duration, Section, Size
 from orchestrator.inventory.units import format_duration, format_size
 
 _VALIDATOR_OF_SIZE = typing.get_args(Size)[1]

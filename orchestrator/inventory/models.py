@@ -7,144 +7,40 @@ is an error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StringConstraints,
-    WithJsonSchema,
-)
+from pydantic import Field
 
+from orchestrator.inventory.reach import PctConfig, SshConfig
 from orchestrator.inventory.secrets import Secret
-from orchestrator.inventory.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
-
-# A letter first: on the command line a word of digits is a run.
-NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{0,62}$"
-VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
-DEVICE_PATTERN = r"^(cpu|cuda:[0-9]+)$"
-PYTHON_PATTERN = r"^3\.[0-9]+$"
-#: What each pattern asks for, in words.
-PATTERN_WORDS = {
-    NAME_PATTERN: "of letters, digits, `.`, `_` and `-`, beginning with a letter",
-    VARIABLE_PATTERN: "the name of a variable",
-    DEVICE_PATTERN: "`cpu`, `cuda:N` or the number of a GPU",
-    PYTHON_PATTERN: 'a Python version such as "3.11"',
-}
-PLACEHOLDERS = frozenset({"run", "target"})
-
-
-def _inside(text: str) -> str:
-    parts = text.split("/")
-    if text.startswith(("/", "~")) or ".." in parts or "\\" in text or not text:
-        raise ValueError("must be a relative path without `..`")
-    return text
-
-
-def _placeholders(text: str) -> str:
-    unknown = set(re.findall(r"\{([^{}]*)\}", text)) - PLACEHOLDERS
-    if unknown or text.count("{") != text.count("}"):
-        raise ValueError("may hold the placeholders {run} and {target}, no others")
-    return text
-
-
-def _device(value: object) -> object:
-    """A bare number is a GPU: 3 means `cuda:3`."""
-    return f"cuda:{value}" if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
-
-
-def _unique(values: list[int]) -> list[int]:
-    if len(set(values)) != len(values):
-        raise ValueError("must not name a GPU twice")
-    return values
-
-
-def _unique_stages(values: list[str]) -> list[str]:
-    if not values or len(set(values)) != len(values):
-        raise ValueError("must name at least one stage, and none twice")
-    return values
-
-
-def _env_value(value: object) -> str | Secret:
-    """Text stays text; a mapping with one key says where a secret is."""
-    if isinstance(value, str):
-        if "\0" in value:
-            raise ValueError("must not contain a NUL character")
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError('must be text (quote it: "0") or a secret such as {env: NAME}')
-    if len(value) == 1:
-        match dict(value):
-            case {"env": str(name)} if re.match(VARIABLE_PATTERN, name):
-                return Secret(env=name)
-            case {"file": str(path)} if path:
-                return Secret(file=path)
-            case {"command": [str(), *_] as words} if all(isinstance(word, str) for word in words):
-                return Secret(command=tuple(words))
-    raise ValueError("a secret is one of {env: NAME}, {file: PATH}, {command: [PROGRAM, ARGUMENT, …]}")
-
-
-def _nothing(value: object) -> object:
-    """A section with every line commented out is the same as none."""
-    return {} if value is None else value
-
-
-EMPTY = BeforeValidator(_nothing)
-Duration = Annotated[
-    float, PlainValidator(parse_duration), WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
-]
-Size = Annotated[int, PlainValidator(parse_size), WithJsonSchema({"type": "string", "pattern": SIZE_PATTERN})]
-EnvValue = Annotated[
-    str | Secret,
-    PlainValidator(_env_value),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                *(
-                    {"type": "object", "properties": {key: kind}, "required": [key], "additionalProperties": False}
-                    for key, kind in (
-                        ("env", {"type": "string"}),
-                        ("file", {"type": "string"}),
-                        ("command", {"type": "array", "items": {"type": "string"}, "minItems": 1}),
-                    )
-                ),
-            ]
-        }
-    ),
-]
-Stage = Literal["generate", "preflight", "train", "evaluate", "export"]
-Text = Annotated[str, StringConstraints(min_length=1)]
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Variable = Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN)]
-InsidePath = Annotated[str, AfterValidator(_inside)]
-Device = Annotated[
-    str,
-    BeforeValidator(_device),
-    StringConstraints(pattern=DEVICE_PATTERN),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
-]
-
-
-class Section(BaseModel):
-    """A mapping of the inventory."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+from orchestrator.inventory.types import (
+    EMPTY,
+    Device,
+    Duration,
+    EnvValue,
+    Gpus,
+    InsidePath,
+    Name,
+    PlacedPath,
+    PlacedText,
+    PythonVersion,
+    Section,
+    Size,
+    Stages,
+    Text,
+    Variable,
+)
 
 
 class DeployConfig(Section):
     """Which files become a release, and where releases live."""
 
-    root: Text = ".dfo/target"
-    """Folder on the target for releases, runs and caches. Relative: under the project (local transport only)."""
+    root: Annotated[Text | None, Field(examples=["/opt/dfo"])] = None
+    """Folder on the target for releases, runs and caches. Unset: `.dfo/target` under the project for the local
+    transport, else `/opt/dfo`. Only the local one may have a relative path, which starts at the project."""
     keep: Annotated[int, Field(ge=1)] = 5
     """How many releases stay. The current one and those with a running job always stay."""
     include: Annotated[list[InsidePath], Field(min_length=1)] = ["dflash_core", "templates"]
@@ -156,9 +52,11 @@ class DeployConfig(Section):
     """A release with more files is refused: usually a data folder that should be ignored."""
     max_size: Size = 50_000_000
     """A release with more bytes is refused, and the largest files are named."""
-    python_version: Annotated[
-        Annotated[str, StringConstraints(pattern=PYTHON_PATTERN)] | None, Field(examples=["3.11"])
-    ] = None
+    method: Literal["auto", "pct-push", "stream"] = "auto"
+    """How the archive gets into a container with `transport: pct`: `pct-push` lays it on the node and lets `pct push`
+    copy it, `stream` sends it through `pct exec`. `auto` pushes, unless something speaks against it (`--dry-run` says
+    what), and streams if a push fails. Other transports always stream."""
+    python_version: Annotated[PythonVersion | None, Field(examples=["3.11"])] = None
     """Check the sources for this Python, such as "3.11" (quoted). Unset: the version the target reports."""
 
 
@@ -178,6 +76,8 @@ class WarmupConfig(Section):
     """Deadline of the stage."""
     require: bool = True
     """Whether a failed warm-up keeps training from starting."""
+    when_cold: Literal["warm", "refuse"] = "warm"
+    """What training does with a cold compile cache: warm it by itself, or refuse."""
 
 
 class StopConfig(Section):
@@ -198,7 +98,7 @@ class LaunchConfig(Section):
     """The run configuration (YAML), relative to the project."""
     topology: Annotated[Topology | None, Field(examples=[{"targets": [0, 1], "drafters": [2]}])] = None
     """Overrides `topology` of the run configuration."""
-    stages: Annotated[list[Stage], AfterValidator(_unique_stages)] = ["preflight", "train", "evaluate", "export"]
+    stages: Stages = ["preflight", "train", "evaluate", "export"]
     """Which stages a run has, beside the warm-up; they always run in the order generate, preflight, (warmup,) train,
     evaluate, export. `generate` lets the target answer `generate.prompts` of the run configuration first."""
     max_runtime: Annotated[Duration | None, Field(examples=["12h"])] = None
@@ -214,9 +114,9 @@ class LaunchConfig(Section):
 class Artefact(Section):
     """Something `dfo pull` brings home."""
 
-    remote: Annotated[InsidePath, AfterValidator(_placeholders)]
+    remote: PlacedPath
     """Folder or file of a run under `deploy.root`; it starts with `runs/{run}/`."""
-    local: Annotated[Text, AfterValidator(_placeholders)]
+    local: PlacedText
     """Where it goes, relative to the project; {run} and {target} are filled in."""
     keep: Annotated[Annotated[int, Field(ge=1)] | None, Field(examples=[3])] = None
     """Of the numbered folders in it (checkpoints), how many of the newest are copied. Unset: all."""
@@ -232,8 +132,13 @@ class Settings(Section):
     """What `defaults`, each group and each target may say. Later ones win, key by key; lists are replaced."""
 
     python: Text = "auto"
-    """Interpreter on the target that trains. On this machine, `auto` is the one that runs dfo, and a relative path
-    starts at the project."""
+    """Interpreter on the target that trains. `auto` is the one that runs dfo for the local transport, else `python3`
+    as the PATH there finds it. A relative path starts at the project and is for the local transport only."""
+    ssh: Annotated[SshConfig, EMPTY] = SshConfig()
+    """How to reach a host: the container itself for `transport: ssh`, its Proxmox VE node for `transport: pct`. What is
+    unset here is as `ssh HOST` has it, ~/.ssh/config included."""
+    pct: Annotated[PctConfig, EMPTY] = PctConfig()
+    """The container, as its node knows it, for `transport: pct`."""
     deploy: Annotated[DeployConfig, EMPTY] = DeployConfig()
     """Which files become a release, and where releases live."""
     env: Annotated[
@@ -243,9 +148,7 @@ class Settings(Section):
     ] = {}
     """Environment of runs. Values are text (quote numbers) or secrets: {env: NAME}, {file: PATH} with mode 0600,
     or {command: [PROGRAM, ARGUMENT]}."""
-    gpus: Annotated[
-        Annotated[list[Annotated[int, Field(ge=0)]], AfterValidator(_unique)] | None, Field(examples=[[0, 1]])
-    ] = None
+    gpus: Annotated[Gpus | None, Field(examples=[[0, 1]])] = None
     """GPUs a run may use, by index. Unset: all the target shows."""
     launch: Annotated[LaunchConfig, EMPTY] = LaunchConfig()
     """What `dfo launch` starts."""
@@ -253,17 +156,18 @@ class Settings(Section):
     """What `dfo pull` brings home."""
 
 
-class LocalTarget(Settings):
-    """A target on this machine: the "container" is a folder."""
+class Target(Settings):
+    """One place that trains."""
 
-    transport: Literal["local"]
-    """How the target is reached."""
+    transport: Literal["local", "ssh", "pct"]
+    """How the target is reached: `local` is a folder on this machine, `ssh` a container (or any Linux) with an sshd of
+    its own, `pct` a container through its Proxmox VE node, with nothing but Python in it."""
     groups: list[Name] = []
     """Groups whose settings apply, in this order; later ones win."""
 
 
-#: One class per transport; a target's `transport` key decides which one reads it.
-TARGET_KINDS: dict[str, type[LocalTarget]] = {"local": LocalTarget}
+#: The sections that say how a target is reached, by transport; the others mean nothing to it.
+REACHED_BY: dict[str, tuple[str, ...]] = {"local": (), "ssh": ("ssh",), "pct": ("ssh", "pct")}
 
 
 class InventoryFile(Section):
@@ -275,7 +179,7 @@ class InventoryFile(Section):
     """Settings of every target."""
     groups: Annotated[dict[Name, Annotated[Settings, EMPTY]], EMPTY] = {}
     """Named settings that targets share."""
-    targets: Annotated[dict[Name, LocalTarget], Field(min_length=1)]
+    targets: Annotated[dict[Name, Target], Field(min_length=1)]
     """The places that train, by name."""
 
 
@@ -283,11 +187,14 @@ class InventoryFile(Section):
 class ResolvedTarget:
     """One target with every value decided: what commands work with.
 
-    `root` is absolute on the target; `project` is the folder on the laptop that relative paths start from.
+    `root` is absolute on the target; `project` is the folder on the laptop that relative paths start from. `ssh` and
+    `pct` are there for the transports that use them, with absolute paths; `ssh.host` and `pct.container` are then set.
     """
 
     name: str
     transport: str
+    ssh: SshConfig | None = None
+    pct: PctConfig | None = None
     root: str
     python: str
     project: Path

@@ -6,10 +6,8 @@ Precedence, lowest first: built-in defaults, `defaults`, the target's groups in 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UsageError
@@ -18,9 +16,12 @@ from orchestrator.inventory.check import dotted, validate
 from orchestrator.inventory.environment import environment_layer
 from orchestrator.inventory.keys import Value, defaults_of, flatten, nest, split_key
 from orchestrator.inventory.locate import Found
-from orchestrator.inventory.models import InventoryFile, LocalTarget, ResolvedTarget, Settings
+from orchestrator.inventory.models import InventoryFile, ResolvedTarget, Settings, Target
 from orchestrator.inventory.problems import Problem, invalid
+from orchestrator.inventory.resolved import idle_sections, means_something, misfits, resolved
 from orchestrator.inventory.strict_yaml import KeyPath, Positions, load_strict
+
+_SHOW_KEYS = "`dfo config docs targets` lists the keys"
 
 
 @dataclass(frozen=True)
@@ -72,23 +73,26 @@ class Inventory:
     ) -> Resolution:
         """Decide every value of a target. Raises UsageError `inventory_invalid`."""
         entry = self.file.targets[name]
-        kind = type(entry)
-        values = {path: Value(value, "built in", "") for path, value in flatten(kind, defaults_of(kind))}
+        values = {path: Value(value, "built in", "") for path, value in flatten(Target, defaults_of(Target))}
         for path in [("defaults",), *(("groups", group) for group in entry.groups), ("targets", name)]:
-            _put(values, self._layer(kind, path))
+            _put(values, self._layer(path))
         _put(values, environment_layer(environ))
         _put(values, _flag_layer(flags or {}))
+        values = {path: value for path, value in values.items() if means_something(path, entry.transport)}
         written = nest({path: value.value for path, value in values.items() if value.where})
-        settings = validate(kind, written, source=f"target `{name}`", where=_finder(values), below=("targets", name))
-        return Resolution(_resolved(name, settings, self.found.project), values)
+        source, where = f"target `{name}`", _finder(values)
+        settings = validate(Target, written, source=source, where=where, below=("targets", name))
+        if problems := list(misfits(name, settings, lambda path: where(path, True))):
+            raise invalid(source, problems, kind="inventory_invalid", fix=_SHOW_KEYS)
+        return Resolution(resolved(name, settings, self.found.project), values)
 
-    def _layer(self, kind: type[LocalTarget], path: KeyPath) -> dict[KeyPath, Value]:
+    def _layer(self, path: KeyPath) -> dict[KeyPath, Value]:
         part: Any = self.document
         for key in path:
             part = part.get(key) or {}
         return {
             below: Value(value, f"{dotted(path)} ({self.positions.where((*path, *below))})", place)
-            for below, value in flatten(kind, part)
+            for below, value in flatten(Target, part)
             if (place := self.positions.where((*path, *below), value=True))
         }
 
@@ -112,6 +116,8 @@ def load_inventory(found: Found) -> Inventory:
     ]
     if problems:
         raise invalid(source, problems, kind="inventory_invalid", fix="define it under `groups`, or remove it")
+    if idle := list(idle_sections(file, positions.where)):
+        raise invalid(source, idle, kind="inventory_invalid", fix="remove it, or choose another `transport`")
     return Inventory(found, file, document, positions)
 
 
@@ -145,25 +151,3 @@ def _finder(values: Mapping[KeyPath, Value]) -> Callable[[KeyPath, bool], str]:
         return next((value.where for p, value in values.items() if p[: len(path)] == path and value.where), "")
 
     return where
-
-
-def _python(wanted: str, project: Path) -> str:
-    """A bare name is looked up in PATH; a path may be relative to the project, as `.venv/bin/python`."""
-    if wanted == "auto":
-        return sys.executable
-    return str(project / Path(wanted).expanduser()) if "/" in wanted else wanted
-
-
-def _resolved(name: str, settings: LocalTarget, project: Path) -> ResolvedTarget:
-    return ResolvedTarget(
-        name=name,
-        transport=settings.transport,
-        root=str(project / Path(settings.deploy.root).expanduser()),
-        python=_python(settings.python, project),
-        project=project,
-        deploy=settings.deploy,
-        env=settings.env,
-        gpus=None if settings.gpus is None else tuple(settings.gpus),
-        launch=settings.launch,
-        artefacts=tuple(settings.artefacts),
-    )

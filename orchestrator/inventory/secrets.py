@@ -76,7 +76,7 @@ def _read_private(secret: Secret, name: str, path: Path) -> str:
         raise _missing(secret, name, "it is not UTF-8 text", "store the value as text") from error
     except OSError as error:
         why = error.strerror or str(error)
-        raise _missing(secret, name, why, f"create it with mode 0600, or correct `env.{name}`") from error
+        raise _missing(secret, name, why, "create it with mode 0600, or correct the path in the inventory") from error
 
 
 def _ask(secret: Secret, name: str) -> str:
@@ -99,5 +99,5 @@ def _ask(secret: Secret, name: str) -> str:
     except UnicodeDecodeError as error:
         raise _missing(secret, name, "its output is not UTF-8 text", "store the value as text") from error
     except OSError as error:
-        raise _missing(secret, name, error.strerror or str(error), f"correct `env.{name}`") from error
+        raise _missing(secret, name, error.strerror or str(error), "correct `command` in the inventory") from error
     return done.stdout.strip()

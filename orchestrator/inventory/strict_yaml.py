@@ -34,7 +34,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 class _Loader(yaml.SafeLoader):
     """Composes nodes only; scalars are read by `_plain`, so no resolver of YAML 1.1 is consulted."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in the base
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,39 @@ A transport runs an argv inside the target and moves bytes through its standard 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+#: How long a command may go on after it closed its stdout, before we stop waiting for its end (seconds).
+PATIENCE = 30.0
+
+Tell = Callable[[str], None]
+
+
+def silent(_text: str) -> None:
+    """Nobody listens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A command that ended. `returncode` is negative for a signal, as in `subprocess`."""
+    """A command that ended. `returncode` is negative for a signal, as in `subprocess`.
+
+    Where only a shell over there knows how it ended, its convention is taken back: 128+N is signal N. `stderr` is
+    the last 64 KiB.
+    """
 
     argv: tuple[str, ...]
     returncode: int
     stdout: bytes
     stderr: bytes
+
+    @property
+    def last_words(self) -> str:
+        """The last line of stderr, else of stdout, short enough for a message."""
+        lines = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace").splitlines()
+        return lines[-1][:300] if lines else "no message"
 
 
 class Stream(Protocol):
@@ -31,17 +50,23 @@ class Stream(Protocol):
 
     def __iter__(self) -> Iterator[bytes]: ...
 
-    def finish(self) -> Completed:
+    def finish(self, patience: float = PATIENCE) -> Completed:
         """Wait for the end (stdout is empty in the result). Call it after the iteration."""
         ...
 
 
 class Transport(Protocol):
-    """How commands reach one target. Both calls raise `ConnectError` or `DeadlineError`, never others."""
+    """How commands reach one target.
+
+    Both calls raise `ConnectError` or `DeadlineError` for the way there, `PreflightError` for a target that cannot
+    run anything (a stopped container, sudo that asks), and never others. What a command itself ends with is no error.
+    The first word of an argv is a program: no leading `-`, no `=`. Text is UTF-8 without NUL. A kernel takes no more
+    than 128 KiB in one piece, so whatever is long goes through stdin.
+    """
 
     @property
     def label(self) -> str:
-        """For people: `local folder …`, `root@pve1, container 101`."""
+        """For people: `this machine`, `root@pve1, container 101`."""
         ...
 
     def run(self, argv: Sequence[str], *, stdin: Iterable[bytes] = (), deadline: float) -> Completed:

@@ -15,7 +15,7 @@ from orchestrator.errors import UsageError
 from orchestrator.inventory.docs import entries, render, render_example
 from orchestrator.inventory.keys import defaults_of, flatten
 from orchestrator.inventory.locate import find_inventory, target_names
-from orchestrator.inventory.models import InventoryFile, LocalTarget, Settings
+from orchestrator.inventory.models import InventoryFile, Settings, Target
 from orchestrator.inventory.resolve import Inventory, load_inventory
 from orchestrator.inventory.show import rows
 from orchestrator.inventory.units import format_duration, format_size, parse_duration, parse_size
@@ -120,7 +120,7 @@ def test_one_mistake_has_the_place_in_its_first_line(tmp_path: Path) -> None:
         ("python: 3", "5:13 `targets.lab.python` must be text (quote it)"),
         ("env: {A: 0}", '5:14 `targets.lab.env.A` must be text (quote it: "0") or a secret'),
         ("env: {A: true}", "5:14 `targets.lab.env.A` must be text"),
-        ("env: {A: {vault: x}}", "5:14 `targets.lab.env.A` a secret is one of"),
+        ("env: {A: {vault: x}}", "5:14 `targets.lab.env.A` must be a secret, one of"),
         ("env: {A-B: x}", "5:11 `A-B` is not usable as a name"),
         ("groups: [h200]", "5:14 unknown group `h200`"),
         ("transpott: local", "5:5 unknown key `transpott`"),
@@ -145,12 +145,12 @@ def test_wrong_values(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
-    error = refused(tmp_path, "version: 2\ndefaults: {kep: 1}\ntargets:\n  lab: {transport: ssh}\n  b:\n")
+    error = refused(tmp_path, "version: 2\ndefaults: {kep: 1}\ntargets:\n  lab: {transport: telnet}\n  b:\n")
     assert error.what == "inventory/dfo.yaml has 4 problems"
     assert error.why.splitlines() == [
         "1:10 `version` must be 1: it is the number 2",
-        "2:12 unknown key `kep`: under `defaults`; known are python, deploy, env, gpus, launch, artefacts",
-        "4:20 `targets.lab.transport` must be `local`: it is the text `ssh`",
+        "2:12 unknown key `kep`: under `defaults`; known are python, ssh, pct, deploy, env, gpus, launch, artefacts",
+        "4:20 `targets.lab.transport` must be `local`, `ssh` or `pct`: it is the text `telnet`",
         "5:5 `targets.b` must be a mapping: it is empty",
     ]
     assert len(error.as_dict()["problems"]) == 4  # type: ignore[arg-type]
@@ -302,6 +302,95 @@ def test_names_for_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert target_names() == []
 
 
+# How a target is reached
+
+REMOTE = "version: 1\ntargets:\n  lab:\n    transport: pct\n    ssh: {host: pve1}\n    pct: {container: 101}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ssh: {host: root@pve1}", "5:17 `targets.lab.ssh.host` must be a name, an address or a Host alias"),
+        ("ssh: {host: -oProxyCommand=x}", "5:17 `targets.lab.ssh.host` must be a name"),
+        ("ssh: {port: 0}", "5:17 `targets.lab.ssh.port` must be greater than or equal to 1"),
+        ("ssh: {user: a b}", "5:17 `targets.lab.ssh.user` must be the name of a user"),
+        ("ssh: {keys: ~/.ssh/id}", "5:17 `targets.lab.ssh.keys` must be a list"),
+        ("ssh: {jump: [-x]}", "5:18 `targets.lab.ssh.jump[0]` must be a host such as bastion"),
+        ("ssh: {jump: ['a:b:c']}", "5:18 `targets.lab.ssh.jump[0]` must be a host such as bastion"),
+        ("ssh: {host_key: [MD5:aa]}", "5:22 `targets.lab.ssh.host_key[0]` must be `SHA256:` and 43 characters"),
+        ("ssh: {host_key_policy: off}", "5:28 `targets.lab.ssh.host_key_policy` must be `accept-new` or `strict`"),
+        ("ssh: {client: putty}", "5:19 `targets.lab.ssh.client` must be `auto`, `paramiko` or `openssh`"),
+        ("ssh: {timeouts: {connect: 5}}", "5:31 `targets.lab.ssh.timeouts.connect` must be a duration"),
+        ("ssh: {sudo: yes}", "5:17 `targets.lab.ssh.sudo` must be true or false"),
+        ("ssh: {hots: a}", "5:11 unknown key `hots`"),
+        ("pct: {container: 99}", "5:22 `targets.lab.pct.container` must be greater than or equal to 100"),
+        ('pct: {container: "101"}', "5:22 `targets.lab.pct.container` must be a whole number"),
+        ("pct: {path: pct}", "5:17 `targets.lab.pct.path` must be an absolute path"),
+    ],
+)
+def test_wrong_ways(tmp_path: Path, line: str, message: str) -> None:
+    error = refused(tmp_path, REMOTE.split("    ssh:")[0] + f"    {line}\n")
+    assert error.what.removeprefix("inventory/dfo.yaml:").startswith(message)
+
+
+def test_a_container_through_its_node(tmp_path: Path) -> None:
+    text = REMOTE.replace("{host: pve1}", "{host: pve1, keys: [id, ~/k], known_hosts: kh, config: none}")
+    target = inventory(tmp_path, text).resolve("lab", environ={}).target
+    assert (target.root, target.python) == ("/opt/dfo", "python3")
+    assert target.ssh is not None and target.pct is not None
+    assert (target.ssh.host, target.pct.container) == ("pve1", 101)
+    assert target.ssh.keys == [str(tmp_path / "id"), str(Path("~/k").expanduser())]
+    assert (target.ssh.known_hosts, target.ssh.config) == (str(tmp_path / "kh"), "none")
+
+
+def test_groups_are_nodes_that_targets_share(tmp_path: Path) -> None:
+    loaded = inventory(
+        tmp_path,
+        "version: 1\ndefaults: {ssh: {user: root}}\ngroups: {pve1: {ssh: {host: pve1.example.org, port: 2222}}}\n"
+        "targets:\n  a: {transport: pct, groups: [pve1], pct: {container: 101}}\n"
+        "  b: {transport: ssh, groups: [pve1], ssh: {port: 22}}\n  here: {transport: local, groups: [pve1]}\n",
+    )
+    ssh = {name: loaded.resolve(name, environ={"DFO_SSH__CLIENT": "openssh"}).target.ssh for name in ("a", "b")}
+    assert [(s.host, s.port, s.user, s.client) for s in ssh.values() if s] == [
+        ("pve1.example.org", 2222, "root", "openssh"),
+        ("pve1.example.org", 22, "root", "openssh"),
+    ]
+    here = loaded.resolve("here", environ={})
+    assert (here.target.ssh, here.target.pct) == (None, None)
+    assert not [row for row in rows(here) if row.key.startswith(("ssh", "pct"))]
+    origins = {row.key: row.origin for row in rows(loaded.resolve("b", environ={}))}
+    assert origins["ssh.port"] == "targets.b (inventory/dfo.yaml:6:45)"
+    assert origins["ssh.host"] == "groups.pve1 (inventory/dfo.yaml:3:23)"
+    assert "pct.container" not in origins
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "why"),
+    [
+        (REMOTE.replace("{host: pve1}", "{port: 22}"), "4:16 missing key `host`", "under `targets.lab.ssh`"),
+        (REMOTE.replace("{container: 101}", "{}"), "4:16 missing key `container`", "under `targets.lab.pct`"),
+        (f"{REMOTE}    deploy: {{root: here}}\n", "7:20 `targets.lab.deploy.root` must be an absolute path", "`here`"),
+        (f"{REMOTE}    deploy: {{root: ~/dfo}}\n", "7:20 `targets.lab.deploy.root` must be an absolute", "`~/dfo`"),
+        (f"{REMOTE}    python: .venv/bin/python\n", "7:13 `targets.lab.python` must be an absolute path or", ".venv"),
+        (f"{REMOTE}    python: -c\n", "7:13 `targets.lab.python` must be an absolute path or a name", "`-c`"),
+    ],
+)
+def test_what_a_remote_target_needs(tmp_path: Path, text: str, what: str, why: str) -> None:
+    loaded = inventory(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        loaded.resolve("lab", environ={})
+    assert caught.value.what.removeprefix("inventory/dfo.yaml:").startswith(what)
+    assert why in caught.value.why
+
+
+def test_a_section_that_a_transport_never_reads_is_a_mistake(tmp_path: Path) -> None:
+    error = refused(tmp_path, f"{MINIMAL}    ssh: {{host: pve1}}\n    pct: {{container: 101}}\n")
+    assert error.what == "inventory/dfo.yaml has 2 problems"
+    assert "5:5 `ssh` means nothing to `transport: local`" in error.why
+    error = refused(tmp_path, f"{REMOTE}".replace("transport: pct", "transport: ssh"))
+    assert error.what == "inventory/dfo.yaml:6:5 `pct` means nothing to `transport: ssh`"
+
+
 # The manual
 
 
@@ -322,17 +411,15 @@ def test_the_example_holds_every_key_with_its_default(tmp_path: Path) -> None:
     for entry in entries(Settings):
         path = tuple(entry.key.split("."))
         assert "[]" in entry.key or any(p[: len(path)] == path for p in written), f"{entry.key} is missing"
-    examples = {("deploy", "python_version"), ("launch", "config"), ("gpus",)}
+    # Where there is no default, or an empty one, the line is an example.
     for path, default in flatten(Settings, defaults_of(Settings)):
-        if default is None:
-            assert path in examples | {("launch", "topology"), ("launch", "max_runtime")}
-        elif path != ("artefacts",):
+        if default and path != ("artefacts",):
             assert written[path] == default
     assert loaded.file.defaults.artefacts == Settings().artefacts
 
 
 def test_every_key_is_explained() -> None:
-    for entry in [*entries(InventoryFile), *entries(LocalTarget)]:
+    for entry in [*entries(InventoryFile), *entries(Target)]:
         assert len(entry.text) > 10, f"{entry.key} has no explanation"
         assert entry.key in render()
 

@@ -3,22 +3,30 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow lint setup setup-dev clean help
+.PHONY: demo demo-lxc test test-slow test-bench lint setup setup-dev clean help
 
 help:
 	@echo "make demo       the whole job on this machine: deploy, warm-up, train, follow, evaluate, report"
+	@echo "make demo-lxc   the same job, small, in a real container of the Proxmox bench (Linux, root)"
 	@echo "make test       lint, types, layers and the tests that take seconds"
 	@echo "make test-slow  the tests that take minutes, the demo among them"
+	@echo "make test-bench the tests on the Proxmox bench only; fails where the bench cannot run"
 	@echo "make clean      remove what the demo left (.dfo, demo-report); the environment stays"
 
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
+
+demo-lxc: setup
+	@PYTHONPATH=tests $(BIN)/python -m bench.demo
 
 test: setup-dev lint
 	$(BIN)/pytest -n 2 -m "not slow"
 
 test-slow: setup-dev
 	$(BIN)/pytest -m slow
+
+test-bench: setup-dev
+	DFO_BENCH_REQUIRED=1 $(BIN)/pytest -n 2 -m bench
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -7,45 +7,12 @@ wrong even if it was wrong yesterday, but only a fault that is new is a differen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from enum import IntEnum
+from collections.abc import Iterable, Iterator
 
+from orchestrator.environment import node_drift
+from orchestrator.environment.caches import CacheRecord, gone
+from orchestrator.environment.findings import Finding, Severity, changed
 from orchestrator.environment.snapshot import Package, Snapshot
-
-
-class Severity(IntEnum):
-    """How much a finding hurts; higher is worse. `mark` is how it prints."""
-
-    NOTE = 0
-    RISK = 1
-    COLD = 2
-    BROKEN = 3
-
-    @property
-    def mark(self) -> str:
-        return {0: "~", 1: "?", 2: "!", 3: "x"}[self.value]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of `dfo env-diff`. `before` and `after` are None where there is nothing."""
-
-    severity: Severity
-    what: str
-    before: str | None
-    after: str | None
-    consequence: str
-
-    @property
-    def change(self) -> str:
-        if self.before is None:
-            return f"{self.after}"
-        return f"{self.before} -> {self.after if self.after is not None else 'gone'}"
-
-    def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "severity": self.severity.name.lower()}
-
 
 COLD_CACHE = "compile cache will not be reused: the next launch compiles everything again"
 #: Package → consequence, where a change hurts more than a note.
@@ -60,6 +27,7 @@ PACKAGES: dict[str, tuple[Severity, str]] = {
 }
 #: Packages that pin their own torch, triton or CUDA wheels and pull the trainer's along.
 SERVING = ("sglang", "vllm", "flashinfer-python", "flashinfer", "sgl-kernel", "tensorrt-llm", "lmdeploy", "xformers")
+NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "fuse.glusterfs", "9p"})
 CUDA_WHEEL = re.compile(r"^(?:nvidia|cuda|cupy|cuequivariance|nixl).*-cu(?P<major>1[0-9])$")
 
 
@@ -70,6 +38,7 @@ def faults(now: Snapshot) -> Iterator[Finding]:
     elif now.torch.import_error:
         yield Finding(Severity.BROKEN, "torch import", None, now.torch.import_error, _why_no_import(now))
     yield from _mixed_cuda_wheels(now)
+    yield from node_drift.faults(now.node)
     module, library = now.driver.kernel_module, now.driver.library
     if module and library and module != library:
         yield Finding(
@@ -84,7 +53,7 @@ def faults(now: Snapshot) -> Iterator[Finding]:
         yield Finding(
             Severity.BROKEN, "GPUs", None, f"{len(now.gpus)} visible, torch {reason}", "training would run on the CPU"
         )
-    if now.caches.file_system in {"nfs", "nfs4", "cifs", "fuse.sshfs", "9p"}:
+    if now.caches.file_system in NETWORK_FILE_SYSTEMS:
         yield Finding(
             Severity.RISK,
             "cache file system",
@@ -98,7 +67,8 @@ def differences(before: Snapshot, now: Snapshot) -> list[Finding]:
     """What `now` has that `before` had not, or otherwise: worst first, then by name."""
     known = list(faults(before))
     appeared = (fault for fault in faults(now) if fault not in known)
-    found = [*appeared, *_packages(before, now), *_builds(before, now), *_machine(before, now)]
+    found = [*appeared, *_packages(before, now), *_builds(before, now), *_machine(before, now), *_caches(before, now)]
+    found += node_drift.differences(before.node, now.node, now.driver.library)
     return sorted(found, key=lambda f: (-f.severity, f.what))
 
 
@@ -181,7 +151,7 @@ def _builds(before: Snapshot, now: Snapshot) -> Iterator[Finding]:
         ]
         if now.torch.import_error:
             rows = rows[:2]
-    yield from _rows(rows)
+    yield from changed(rows)
 
 
 def _machine(before: Snapshot, now: Snapshot) -> Iterator[Finding]:
@@ -190,14 +160,11 @@ def _machine(before: Snapshot, now: Snapshot) -> Iterator[Finding]:
         return ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or "none"
 
     cold_gpu = "kernels are compiled per GPU model: " + COLD_CACHE
-    yield from _rows([
+    yield from changed([
         (Severity.COLD, "GPUs", cards(before), cards(now), cold_gpu),
         (Severity.RISK, "driver library", before.driver.library, now.driver.library,
          "must equal the node's kernel module"),
-        (Severity.RISK, "driver module", before.driver.kernel_module, now.driver.kernel_module,
-         "the node was upgraded: the container's libraries must follow"),
-        (Severity.COLD, "warm-up", before.caches.warmup_fingerprint, now.caches.warmup_fingerprint,
-         "the cache was made for other code, shapes or versions"),
+        *_module(before, now),
         (Severity.NOTE, "usable cores", before.cpu.usable, now.cpu.usable, ""),
         (Severity.NOTE, "CPU", before.cpu.model, now.cpu.model, ""),
         (Severity.NOTE, "memory limit", before.memory.limit, now.memory.limit, ""),
@@ -207,11 +174,37 @@ def _machine(before: Snapshot, now: Snapshot) -> Iterator[Finding]:
     ])  # fmt: skip
     for name in sorted(before.variables.keys() | now.variables.keys()):
         was, is_ = before.variables.get(name), now.variables.get(name)
-        yield from _rows([(Severity.NOTE, f"${name}", was, is_, "")])
+        yield from changed([(Severity.NOTE, f"${name}", was, is_, "")])
 
 
-def _rows(rows: list[tuple[Severity, str, object, object, str]]) -> Iterator[Finding]:
-    for severity, what, was, is_, consequence in rows:
-        if was != is_:
-            shown = [None if value is None else str(value) for value in (was, is_)]
-            yield Finding(severity, what, shown[0], shown[1], consequence)
+def _module(before: Snapshot, now: Snapshot) -> list[tuple[Severity, str, object, object, str]]:
+    """The kernel module as seen from inside, where nobody asked the node itself."""
+    if before.node and now.node:
+        return []
+    was, is_ = before.driver.kernel_module, now.driver.kernel_module
+    return [(Severity.RISK, "driver module", was, is_, node_drift.what_follows(is_, now.driver.library))]
+
+
+def _caches(before: Snapshot, now: Snapshot) -> Iterator[Finding]:
+    """Warm-ups that were of use before and are no longer: lost, or made useless by what is installed now."""
+    kept = {record.digest for record in now.caches.records}
+    for record in before.caches.records:
+        if gone(record, before.installed):
+            continue
+        if lost := gone(record, now.installed):
+            yield _useless("cache", record, "; ".join(lost))
+        elif record.digest not in kept:
+            what = f"it took {record.seconds:.0f} s to make; `dfo cache restore` puts a saved one back"
+            yield Finding(Severity.COLD, f"cache {record.name}", "warm", None, what)
+
+
+def useless_archives(records: Iterable[CacheRecord], now: Snapshot) -> Iterator[Finding]:
+    """Saved caches that nothing installed in `now` can use."""
+    for record in records:
+        if lost := gone(record, now.installed):
+            yield _useless("saved cache", record, "; ".join(lost))
+
+
+def _useless(kind: str, record: CacheRecord, why: str) -> Finding:
+    what = f"it took {record.seconds:.0f} s to make, and the next launch compiles all of it again"
+    return Finding(Severity.COLD, f"{kind} {record.name}", "warm", f"useless: {why}", what)

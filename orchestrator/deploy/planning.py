@@ -197,11 +197,18 @@ def _check_root(facts: Facts, target: str) -> None:
             )
 
 
+def space_needed(sources: Sources) -> int:
+    """Bytes that a new release takes: it holds copies of all its files."""
+    blocks = sum(-(-len(file.data) // BLOCK) for file in sources.files.values()) + 2 * len(_folders(sources)) + 32
+    return blocks * BLOCK
+
+
+def _folders(sources: Sources) -> set[str]:
+    return {path.rpartition("/")[0] for path in sources.files}
+
+
 def _check_space(sources: Sources, facts: Facts, target: str) -> None:
-    """A new release holds copies of all its files, so all of them need room."""
-    folders = {path.rpartition("/")[0] for path in sources.files}
-    blocks = sum(-(-len(file.data) // BLOCK) for file in sources.files.values()) + 2 * len(folders) + 32
-    need_bytes, need_inodes = blocks * BLOCK, len(sources.files) + len(folders) + 16
+    need_bytes, need_inodes = space_needed(sources), len(sources.files) + len(_folders(sources)) + 16
     root = facts.root
     used = sum(release.bytes for release in facts.releases)
     if root.free_bytes < need_bytes:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from orchestrator.deploy import checks
+from orchestrator.deploy import checks, method
+from orchestrator.deploy.delivery import SLOWEST, under_way
 from orchestrator.deploy.facts import Facts, Release, gather
 from orchestrator.deploy.plan import Action, DeployPlan
-from orchestrator.deploy.planning import make_plan
+from orchestrator.deploy.planning import make_plan, space_needed
 from orchestrator.deploy.sources import Sources, collect
-from orchestrator.errors import Interrupted, UsageError, from_dict
+from orchestrator.errors import DfoError, Interrupted, UsageError, from_dict
 from orchestrator.inventory.models import DeployConfig
 from orchestrator.owner import owner_for
 from orchestrator.remote.wire import Record
 from orchestrator.session import Session
 
 DEADLINE = 120.0
-#: Bytes per second below which we call a transfer hung.
-SLOWEST = 20_000
-SLICE = 32 * 1024
 
 OnRecord = Callable[[Record], None]
 
@@ -77,7 +75,9 @@ def plan_deploy(
     gpus: bool = False,
     on_record: OnRecord | None = None,
 ) -> DeployPlan:
-    """Take facts (one call) and decide what to do. Raises SourceError, PreflightError.
+    """Take facts (one call, and one to the node if there is something to send) and decide what to do.
+
+    Raises SourceError, PreflightError.
 
     `python_path`: PYTHONPATH of runs, where more modules may lie. `gpus`: look at the GPUs too, for the `facts` line.
     """
@@ -95,21 +95,37 @@ def plan_deploy(
     )
     judged = checks.judge(examined, facts, target=session.name, version=_version(deploy.python_version))
     place = f"{session.transport.label}, {session.root}"
-    return make_plan(sources, judged, facts, deploy, target=session.name, place=place, owner=owner)
+    plan = make_plan(sources, judged, facts, deploy, target=session.name, place=place, owner=owner)
+    if not plan.archive:
+        return plan
+    spare = facts.root.free_bytes - space_needed(sources)
+    return replace(plan, method=method.choose(session, deploy.method, archive=len(plan.archive), spare=spare))
 
 
 def apply(
     session: Session, plan: DeployPlan, *, lock_wait: float = 0.0, on_record: OnRecord | None = None
 ) -> Activated:
-    """Do what the plan says (one call).
+    """Do what the plan says (one call, and one `pct push` if the plan says so).
 
     Raises LockError, TransferError, PreflightError; `current` is then as it was.
     """
     if plan.lock_error is not None:
         raise from_dict(dict(plan.lock_error))
-    request = {**plan.request, "wait_s": lock_wait}
     program = {Action.SEND: "apply", Action.SWITCH: "activate"}[plan.action]
-    return _activate(session, program, request, plan.archive, lock_wait, on_record)
+    progress = _Progress(on_record)
+    deadline = DEADLINE + lock_wait + 2 * len(plan.archive) / SLOWEST
+    with _explained_interrupt(session, progress), under_way(session, plan.archive, plan.method, progress.note) as way:
+
+        def on_its_way(record: Record) -> None:
+            progress(record)
+            way.hear(record)
+
+        request = {**plan.request, **way.request, "wait_s": lock_wait}
+        try:
+            answer = session.call(program, request, payload=way.payload, deadline=deadline, on_record=on_its_way)
+        except DfoError as error:
+            raise way.failed or error from way.failed
+    return Activated.model_validate(answer)
 
 
 def clean(session: Session) -> list[str]:
@@ -121,7 +137,10 @@ def rollback(session: Session, facts: Facts, release: str, *, on_record: OnRecor
     """Make an earlier release current after verifying all its files. Raises PreflightError when it is damaged."""
     owner = owner_for(session, "dfo rollback")
     request = {"owner": owner, "release": release, "event": "rollback", "fingerprint": facts.fingerprint}
-    return _activate(session, "activate", request, b"", 0.0, on_record)
+    progress = _Progress(on_record)
+    with _explained_interrupt(session, progress):
+        answer = session.call("activate", request, deadline=DEADLINE, on_record=progress)
+    return Activated.model_validate(answer)
 
 
 def facts_for_rollback(session: Session) -> Facts:
@@ -191,20 +210,9 @@ class _Progress:
         if self.forward is not None:
             self.forward(record)
 
-
-def _activate(
-    session: Session,
-    program: str,
-    request: Mapping[str, object],
-    archive: bytes,
-    lock_wait: float,
-    on_record: OnRecord | None,
-) -> Activated:
-    progress = _Progress(on_record)
-    deadline = DEADLINE + lock_wait + len(archive) / SLOWEST
-    with _explained_interrupt(session, progress):
-        answer = session.call(program, request, payload=_slices(archive), deadline=deadline, on_record=progress)
-    return Activated.model_validate(answer)
+    def note(self, text: str) -> None:
+        """Something the target does not know."""
+        self(Record({"t": "note", "text": text}))
 
 
 @contextmanager
@@ -220,11 +228,6 @@ def _explained_interrupt(session: Session, progress: _Progress) -> Iterator[None
             fix="`dfo releases` shows what is current; running the command again is safe",
             step=progress.step,
         ) from error
-
-
-def _slices(data: bytes) -> Iterator[bytes]:
-    for start in range(0, len(data), SLICE):
-        yield data[start : start + SLICE]
 
 
 def _version(text: str | None) -> tuple[int, int] | None:

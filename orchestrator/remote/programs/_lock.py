@@ -188,7 +188,8 @@ def leftovers(root):
     for folder, is_left in (
         ("releases", lambda name: name.endswith(".partial")),
         ("runs", lambda name: name.startswith(".new-")),
-        ("tmp", lambda name: name.startswith("lock-")),
+        ("tmp", lambda name: name.startswith(("lock-", "pushed-"))),
+        ("shared/cache/compile", lambda name: name.startswith((".restore-", ".doomed-"))),
         ("", lambda name: name.startswith("current.new-")),
     ):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -65,12 +65,6 @@ def check_fingerprint(root, expected):
         )
 
 
-def is_safe(path):
-    """Relative, normal, and below the folder it is joined to."""
-    parts = path.split("/")
-    return bool(path) and "\0" not in path and not any(part in ("", ".", "..") for part in parts)
-
-
 def damaged_files(folder, files):
     """Names in `files` whose content, size, mode or kind in `folder` is not what the manifest says, sorted."""
     damaged = []

@@ -1,29 +1,8 @@
-# uses: _lock _release
+# uses: _lock _release _pushed _unpack
 # One deploy as one transaction: lock, copy what did not change, unpack what did, verify all of it, switch, prune.
 # Until the switch nothing but a `.partial` folder exists, and every way out removes it.
 import ast
 from concurrent.futures import ThreadPoolExecutor
-
-
-class Counted(io.RawIOBase):
-    """The payload, counting what came, to tell a broken transfer from a damaged one."""
-
-    def __init__(self, raw):
-        self.raw, self.count = raw, 0
-
-    def read(self, size=-1):
-        block = self.raw.read(size)
-        self.count += len(block)
-        return block
-
-
-def create(folder, path, mode):
-    """A new file below the staging folder, open for writing."""
-    full = os.path.join(folder, path)
-    os.makedirs(os.path.dirname(full), exist_ok=True)
-    descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    os.fchmod(descriptor, mode)
-    return open(descriptor, "wb")
 
 
 def copy_unchanged(base, staging, copies, files):
@@ -113,7 +92,8 @@ def stage(root, request, payload, staging):
     files, sends = request["files"], request["sends"]
     if sends:
         tell("step", name="send")
-        receive(payload, request["archive_size"], staging, sends, files)
+        with arriving(root, request, payload) as archive:
+            receive(archive, request["archive_size"], staging, sends, files)
     if request["copies"]:
         tell("step", name="copy")
         copy_unchanged(release_path(root, request["base"]), staging, request["copies"], files)

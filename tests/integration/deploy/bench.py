@@ -157,7 +157,7 @@ def main() -> int:
     from orchestrator.cli import main as dfo
 
     program, trick = json.loads(Path(sys.argv[1]).read_text())
-    orchestrator.transport.open_transport = lambda target: TrickTransport(program, trick)
+    orchestrator.transport.open_transport = lambda target, **_: TrickTransport(program, trick)
     sys.argv = ["dfo", *sys.argv[2:]]
     return dfo()
 

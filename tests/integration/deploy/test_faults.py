@@ -90,12 +90,12 @@ def test_dfo_is_killed_while_sending(deployed: Bench, part: float) -> None:
     old = deployed.current_content()
     script = (
         "import os, sys\n"
-        "from orchestrator.deploy import release\n"
-        "def dying(data, real=release._slices):\n"
+        "from orchestrator.deploy import delivery\n"
+        "def dying(data, real=delivery.slices):\n"
         f"    for number, piece in enumerate(real(data[: int(len(data) * {part})])):\n"
         "        yield piece\n"
         "    os.kill(os.getpid(), 9)\n"
-        "release._slices = dying\n"
+        "delivery.slices = dying\n"
         "from orchestrator.cli import main\n"
         "sys.exit(main(['deploy', '-i', sys.argv[1]]))\n"
     )

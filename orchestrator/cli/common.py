@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Start here: `dfo init`, then `dfo deploy --dry-run`.",
+    epilog="Start here: `dfo init`, then `dfo doctor`.",
 )
 _groups: dict[str, typer.Typer] = {}
 
@@ -66,6 +66,8 @@ TargetOpt = Annotated[
     str | None,
     typer.Option("--target", "-t", metavar="NAME", help=_TARGET_HELP, autocompletion=complete_target),
 ]
+AllOpt = Annotated[bool, typer.Option("--all", help="Every target of the inventory, side by side")]
+GroupOpt = Annotated[str | None, typer.Option("--group", metavar="NAME", help="Every target of this group")]
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and stop")]
 
 _COMMON: dict[str, tuple[Any, object]] = {

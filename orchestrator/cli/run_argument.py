@@ -22,7 +22,7 @@ RunWords = Annotated[
 
 def choose_run(rt: Runtime, words: list[str] | None) -> int | None:
     """The run that was named, None for the newest; a target among the words is chosen too."""
-    from orchestrator.runs.run import parse_run
+    from orchestrator.runs.choice import parse_run
 
     choice = parse_run(words or (), target=rt.target_option)
     rt.target_option = choice.target

@@ -13,7 +13,9 @@ from orchestrator.console import Console
 
 if TYPE_CHECKING:
     from orchestrator.inventory.models import ResolvedTarget
+    from orchestrator.inventory.reach import SshConfig
     from orchestrator.inventory.resolve import Inventory, Resolution
+    from orchestrator.proxmox.container import Container
     from orchestrator.session import Session
 
 
@@ -61,6 +63,16 @@ class Runtime:
         """The chosen target. Raises UsageError."""
         return self.resolution.target
 
+    def need_ssh(self) -> SshConfig:
+        """How the target's host is reached. Raises UsageError for a target that needs no ssh."""
+        from orchestrator.errors import UsageError
+
+        if self.target.ssh is None:
+            what = f"`{self.target.name}` is not reached by ssh"
+            why = f"its transport is `{self.target.transport}`"
+            raise UsageError("usage", what, why=why, fix="name a target with `transport: ssh` or `pct`")
+        return self.target.ssh
+
     @cached_property
     def session(self) -> Session:
         """A conversation with the target. Raises ConnectError."""
@@ -68,9 +80,33 @@ class Runtime:
         from orchestrator.transport import open_transport
 
         target = self.target
-        return Session(target.name, open_transport(target), target.root, target.python, self.console.debug)
+        transport = open_transport(target, tell=self.console.say, trace=self.console.debug)
+        return Session(target.name, transport, target.root, target.python, self.console.debug)
+
+    @cached_property
+    def container(self) -> Container | None:
+        """The target's container behind the API of Proxmox VE, if the inventory has a token. Nothing is contacted yet.
+
+        Raises UsageError `secret_missing`.
+        """
+        pct = self.target.pct
+        if pct is None or pct.api.token_id is None:
+            return None
+        from orchestrator.proxmox.client import open_api
+        from orchestrator.proxmox.container import Container
+
+        assert pct.container is not None
+        return Container(open_api(pct.api, self.target.project), pct.container)
+
+    def beside(self, name: str, console: Console) -> Runtime:
+        """Another target of the same inventory, with a console of its own."""
+        other = Runtime(console, target_option=name, environ=self.environ, flags=dict(self.flags))
+        other.inventory = self.inventory
+        return other
 
     def close(self) -> None:
-        """Drop the connection, if one was made."""
+        """Drop the connections that were made."""
         if "session" in self.__dict__:
             self.session.transport.close()
+        if self.__dict__.get("container") is not None:
+            self.__dict__["container"].api.close()

@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from orchestrator.errors import ConnectError, UsageError
+from orchestrator.errors import ConnectError, DfoError, UsageError
 from orchestrator.inventory.units import parse_duration
 from orchestrator.remote.wire import Record
-from orchestrator.runs.reconnect import SILENCE, Backoff, is_transient, listen
-from orchestrator.runs.run import RunStatus
+from orchestrator.runs.reconnect import DOWN, SILENCE, Backoff, is_transient, listen
+from orchestrator.runs.run import EndReason, RunState, RunStatus
 from orchestrator.session import Session
 
 
@@ -113,9 +113,9 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection is gone; the next attempt comes in `delay` seconds."""
+    """The connection is gone, or the container down; the next attempt comes in `delay` seconds."""
 
-    error: ConnectError
+    error: DfoError
     delay: float
 
 
@@ -145,6 +145,8 @@ Event = Chunk | Started | Changed | Restarted | Lost | Back | Tick | Ended
 
 #: Without `--follow`, this many attempts in a row that bring nothing are enough.
 PATIENCE = 5
+#: A container that is restarted is down for so long at most (seconds); then it is taken for stopped.
+RESTART = 20.0
 
 
 @dataclass
@@ -155,8 +157,10 @@ class Follower:
     request: LogRequest
     backoff: Backoff = field(default_factory=Backoff)
     silence: float = SILENCE
+    restart: float = RESTART
     clock: Callable[[], float] = time.monotonic
     run: int | None = None
+    status: RunStatus | None = None
     positions: dict[str, dict[str, Any]] = field(default_factory=dict)
     current: str | None = None
 
@@ -167,6 +171,7 @@ class Follower:
         or for good.
         """
         lost_at: float | None = None
+        down_at: float | None = None
         while True:
             try:
                 for event in self._one_connection(lost_at):
@@ -175,17 +180,30 @@ class Follower:
                         return
                     yield event
                     if isinstance(event, Back | Chunk):
-                        lost_at = None
-            except ConnectError as error:
-                if self.run is None or not is_transient(error) or self._hopeless():
+                        lost_at = down_at = None
+            except DfoError as error:
+                if self.run is None or self._hopeless(error):
                     raise
-                if lost_at is None:
-                    lost_at = self.clock()
+                now = self.clock()
+                lost_at = now if lost_at is None else lost_at
+                down_at = None if error.kind not in DOWN else now if down_at is None else down_at
+                if down_at is not None and now - down_at >= self.restart:
+                    yield self._end_of_container(error)
+                    return
                 yield Lost(error, self.backoff.next_delay)
                 self.backoff.pause()
 
-    def _hopeless(self) -> bool:
-        return not self.request.follow and self.backoff.failures >= PATIENCE
+    def _hopeless(self, error: DfoError) -> bool:
+        passes = is_transient(error) or error.kind in DOWN
+        return not passes or (not self.request.follow and self.backoff.failures >= PATIENCE)
+
+    def _end_of_container(self, error: DfoError) -> Ended:
+        """A stopped container has ended its runs, though none of them could say so. Raises any other error."""
+        assert self.status is not None, "a run has a status"
+        if error.kind != "container_stopped":
+            raise error
+        status = replace(self.status, state=RunState.FAILED, reason=EndReason.CONTAINER_STOPPED)
+        return Ended(status, {stage: position["offset"] for stage, position in self.positions.items()})
 
     def _one_connection(self, lost_at: float | None) -> Iterator[Event]:
         request = self.request.as_dict()
@@ -206,11 +224,12 @@ class Follower:
         elif record.type == "run":
             starts = _mapping(record.fields["starts"])
             self.positions = {stage: dict(position) for stage, position in starts.items()}
-            status, since = _standing(record.fields["state"])
-            self.run = status.run
-            yield Started(status, since, {stage: position["offset"] for stage, position in starts.items()})
+            self.status, since = _standing(record.fields["state"])
+            self.run = self.status.run
+            yield Started(self.status, since, {stage: position["offset"] for stage, position in starts.items()})
         elif record.type == "state":
-            yield Changed(*_standing(record.fields["state"]))
+            self.status, since = _standing(record.fields["state"])
+            yield Changed(self.status, since)
         elif record.type == "restart":
             stage = str(record.fields["stage"])
             self.positions[stage] = {"offset": 0, "file": record.fields["file"]}

@@ -45,6 +45,7 @@ class Resumed:
 class LaunchPlan:
     """What will be started. `problem` is why the devices are not free, if they are not; `gpus` what was seen there.
 
+    `environment` is what the inventory sets, secrets masked; `variables` what the core of the release adds to it.
     `spec` becomes run.json (the target adds number and time), `files` the run's folder.
     """
 
@@ -56,6 +57,7 @@ class LaunchPlan:
     problem: DfoError | None
     gpus: Sequence[Mapping[str, Any]]
     environment: Mapping[str, str]
+    variables: Mapping[str, str]
     spec: Mapping[str, object]
     files: Mapping[str, str]
 
@@ -69,6 +71,7 @@ class LaunchPlan:
             "config": self.config.origin,
             "overrides": dict(self.config.overrides),
             "environment": dict(self.environment),
+            "variables": dict(self.variables),
             "problem": None if self.problem is None else self.problem.as_dict(),
         }
 
@@ -110,8 +113,16 @@ def prepare(
     resumed, earlier = (None, None) if resume is None else find_resumed(session, resume)
     config = read_run_config(target, sets=sets, resumed=earlier)
     devices = devices_of(config, target.gpus)
-    request = {"op": "prepare", "target": target.name, "devices": devices, "config": config.text, "dry_run": dry_run}
-    answer: dict[str, Any] = session.call("launch", request | {"written": config.written}, deadline=PREPARE_DEADLINE)
+    request = {
+        "op": "prepare",
+        "target": target.name,
+        "devices": devices,
+        "config": config.text,
+        "written": config.written,
+        "environment": core_environment(session, target),
+        "dry_run": dry_run,
+    }
+    answer: dict[str, Any] = session.call("launch", request, deadline=PREPARE_DEADLINE)
     _judge_check(answer, config, target)
     release = answer["release"] or NO_RELEASE
     wanted = {*target.launch.stages, *(["warmup"] if warmup else [])}
@@ -130,6 +141,7 @@ def prepare(
         problem=None if answer["problem"] is None else from_dict(answer["problem"]),
         gpus=answer["gpus"],
         environment={name: MASK if isinstance(value, Secret) else value for name, value in target.env.items()},
+        variables={str(name): str(value) for name, value in (answer["variables"] or {}).items()},
         spec=_spec(target, release, devices, stages, resumed, files),
         files=files,
     )
@@ -166,10 +178,33 @@ def start(
         "files": plan.files,
         "hashes": _hashes(plan.files),
         "secrets": revealed,
+        # On our own machine a run is ours, not the system's.
+        "units": target.transport != "local",
         "force": force,
     }
     answer: dict[str, Any] = session.call("launch", request, deadline=START_DEADLINE + lock_wait, on_record=on_record)
     return Started(run=answer["run"], folder=answer["folder"], state=answer["state"]["state"])
+
+
+def cache_folder(session: Session) -> str:
+    """The folder on the target that outlives releases and runs. Everything else about caches is the core's business."""
+    return f"{session.root}/shared/cache"
+
+
+def core_environment(session: Session, target: ResolvedTarget) -> dict[str, str]:
+    """What the script sets for the stages of a run, as far as questions to the core depend on it; no secrets."""
+    return {"DFLASH_CACHE_DIR": cache_folder(session), **_visible(target), **_plain(target)}
+
+
+def _visible(target: ResolvedTarget) -> dict[str, str]:
+    """The GPUs of the target, under the numbers that nvidia-smi uses."""
+    if target.gpus is None:
+        return {}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, target.gpus))}
+
+
+def _plain(target: ResolvedTarget) -> dict[str, str]:
+    return {name: value for name, value in target.env.items() if isinstance(value, str)}
 
 
 def _script(
@@ -179,16 +214,17 @@ def _script(
     stages: Sequence[str],
     resumed: Resumed | None,
 ) -> str:
-    plain = {name: value for name, value in target.env.items() if isinstance(value, str)}
+    plain = _plain(target)
     values = {
         "release": f"{session.root}/releases/{release}",
         "python": session.python,
-        "cache": f"{session.root}/shared/cache",
-        "gpus": None if target.gpus is None else ",".join(map(str, target.gpus)),
+        "cache": cache_folder(session),
+        "visible": _visible(target),
         "env": plain,
         "secrets": [name for name in target.env if name not in plain],
         "stages": stages,
         "warmup_required": target.launch.warmup.require,
+        "warmth_required": target.launch.warmup.when_cold == "refuse",
         "resume": resumed is not None,
     }
     return render_script(_template(target), values, name=target.launch.template)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.errors import ConnectError, DfoError
+from orchestrator.errors import ConnectError, DeadlineError, DfoError
 from orchestrator.remote.wire import Record
 
 #: Programs that take long speak at least every 5 s; three missed beats are a dead link.
@@ -16,6 +16,8 @@ TICK = 1.5
 #: The first is for a link that had worked until now; each further failure in a row waits longer.
 DELAYS = (0.2, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 TRANSIENT = frozenset({"connection_lost", "unreachable"})
+#: What a container says of itself while it is down, or on its way up.
+DOWN = frozenset({"container_stopped", "remote_failed"})
 
 
 @dataclass
@@ -40,8 +42,8 @@ class Backoff:
 
 
 def is_transient(error: DfoError) -> bool:
-    """Whether trying again can help: the network, not a refused login or a changed host key."""
-    return isinstance(error, ConnectError) and error.kind in TRANSIENT
+    """Whether trying again can help: the network or a slow host, not a refused login or a changed host key."""
+    return isinstance(error, DeadlineError) or (isinstance(error, ConnectError) and error.kind in TRANSIENT)
 
 
 def listen(

@@ -10,12 +10,12 @@ states and reasons as plain text, and `RunStatus.from_dict` is where that text b
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from orchestrator.errors import KINDS, DfoError, UsageError
+from orchestrator.errors import KINDS, DfoError
 
 
 class RunState(StrEnum):
@@ -48,7 +48,9 @@ class EndReason(StrEnum):
     TERMINATED = "terminated"
     NEVER_STARTED = "never_started"
     SUPERVISOR_DIED = "supervisor_died"
+    CONTAINER_STOPPED = "container_stopped"
     CONTAINER_RESTARTED = "container_restarted"
+    NODE_REBOOTED = "node_rebooted"
     UNREACHABLE = "unreachable"
 
 
@@ -194,8 +196,17 @@ OUTCOMES: dict[EndReason, Outcome] = {
         kind="run_failed",
         retry=Retry.RESUME,
         what="run {run} ended: its supervisor died",
-        why="the process is gone and left no final state; last sign of life {updated_text}, in stage {stage}",
+        why="{supervisor_end} and left no final state; last sign of life {updated_text}, in stage {stage}",
         fix=f"`dfo stop {{run}}` ends what may be left of it; go on with {_RESUME}",
+    ),
+    EndReason.CONTAINER_STOPPED: Outcome(
+        state=RunState.FAILED,
+        exit_code=8,
+        kind="run_failed",
+        retry=Retry.RESUME,
+        what="run {run} ended: `{target}` was stopped",
+        why="its container does not run any more, and the run was in stage {stage} a moment before",
+        fix=f"`dfo deploy {{target}} --start` starts the container; go on with {_RESUME}",
     ),
     EndReason.CONTAINER_RESTARTED: Outcome(
         state=RunState.FAILED,
@@ -204,6 +215,15 @@ OUTCOMES: dict[EndReason, Outcome] = {
         retry=Retry.RESUME,
         what="run {run} ended: `{target}` was restarted",
         why="it has booted anew since the run's last sign of life {updated_text}, in stage {stage}",
+        fix=f"go on with {_RESUME}",
+    ),
+    EndReason.NODE_REBOOTED: Outcome(
+        state=RunState.FAILED,
+        exit_code=8,
+        kind="run_failed",
+        retry=Retry.RESUME,
+        what="run {run} ended: the machine of `{target}` was rebooted",
+        why="another kernel has booted since the run's last sign of life {updated_text}, in stage {stage}",
         fix=f"go on with {_RESUME}",
     ),
     EndReason.UNREACHABLE: Outcome(
@@ -223,7 +243,8 @@ class RunStatus:
     """The truth about one run, as far as the target knows it. Times are unix seconds on the target's clock.
 
     `leftovers` are pids that still belong to a run whose supervisor is gone. `step` is the last `step` event of
-    the core, `error` its last `error` event. `now` is the target's clock when it was asked.
+    the core, `error` its last `error` event. `now` is the target's clock when it was asked. `unit` is the systemd unit
+    that the run is; None for a process of its own.
     """
 
     run: int
@@ -235,6 +256,7 @@ class RunStatus:
     release: str
     devices: tuple[str, ...]
     now: float
+    unit: str | None = None
     started: float | None = None
     ended: float | None = None
     updated: float | None = None
@@ -284,6 +306,7 @@ class RunStatus:
             "warmup_timeout": 0.0,
             "max_runtime": 0.0,
             "stopped_by": "somebody",
+            "supervisor_end": _end_of_supervisor(self.details or {}),
             **(self.details or {}),
         }
 
@@ -324,36 +347,7 @@ class RunStatus:
         return OUTCOMES[self.reason].exit_code
 
 
-_OPTIONAL = ("started", "ended", "updated", "resume_from", "last_line", "step", "error", "details")
-
-
-@dataclass(frozen=True, slots=True)
-class RunChoice:
-    """What a command line names: a run (None: the newest) and a target (None: the usual one)."""
-
-    run: int | None
-    target: str | None
-
-
-def parse_run(words: Sequence[str], *, target: str | None = None) -> RunChoice:
-    """Tell RUN from TARGET among the positional words of `status`, `logs`, `stop` and `pull`.
-
-    A word of digits is a run, anything else is a target; the order is free (`57 lab`, `lab 57`). `target` is
-    the value of `-t`, which must not contradict a positional one. Raises UsageError `usage`.
-    """
-    runs = [word for word in words if word.isascii() and word.isdigit()]
-    names = [word for word in words if word not in runs]
-    if target is not None and target not in names:
-        names.append(target)
-    for found, what in ((runs, "run"), (names, "target")):
-        if len(found) > 1:
-            raise UsageError(
-                "usage",
-                f"more than one {what}: {', '.join(f'`{word}`' for word in found)}",
-                why=f"this command works on one {what} at a time (a word of digits is a run, others a target)",
-                fix=f"name one {what}, for example `{found[0]}`",
-            )
-    return RunChoice(int(runs[0]) if runs else None, names[0] if names else None)
+_OPTIONAL = ("unit", "started", "ended", "updated", "resume_from", "last_line", "step", "error", "details")
 
 
 def duration(seconds: float) -> str:
@@ -369,6 +363,11 @@ def duration(seconds: float) -> str:
         return f"{hours} h {rest} min" if rest else f"{hours} h"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def _end_of_supervisor(details: Mapping[str, Any]) -> str:
+    number = details.get("supervisor_signal")
+    return "the process is gone" if number is None else f"{_signal_name(number)} ended it, says systemd; it is gone"
 
 
 def _signal_name(number: int | None) -> str:

@@ -27,6 +27,7 @@ from orchestrator.runs.follow import (
     Tick,
 )
 from orchestrator.runs.loglines import JsonPrinter, Lines, Printer, TextPrinter
+from orchestrator.runs.reconnect import DOWN
 from orchestrator.runs.run import RunStatus, duration
 
 #: A run that has just begun is given this long before its silence is remarked upon.
@@ -111,7 +112,7 @@ class _View:
     _printer: Printer | None = None
     _began: float = 0.0
     _said_waiting: str | None = None
-    _lost: bool = False
+    _lost: str | None = None
 
     def show(self, event: Event) -> None:
         match event:
@@ -169,17 +170,20 @@ class _View:
         self.printer.notice(f"run {status.run} wrote {name} yet; it is {where}{since}", event="waiting")
 
     def _on_lost(self, event: Lost) -> None:
-        if self._lost:
+        down = event.error.kind in DOWN
+        sign = event.error.kind if down else "connection"
+        if self._lost == sign:
             return
-        self._lost = True
+        self._lost = sign
+        what = event.error.what if down else f"connection lost {datetime.now():%H:%M:%S}"
         self.printer.notice(
-            f"-- connection lost {datetime.now():%H:%M:%S}, trying again (1, 2, 4 s …) --",
+            f"-- {what}, trying again (1, 2, 4 s …) --",
             event="lost",
             why=event.error.why,
         )
 
     def _on_back(self, event: Back) -> None:
-        self._lost = False
+        self._lost = None
         where = f", resuming at byte {event.offset:,} of {event.stage}" if event.stage else ""
         self.printer.notice(
             f"-- back after {duration(event.after)}{where}: nothing lost --",

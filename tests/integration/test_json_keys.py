@@ -29,6 +29,7 @@ def test_the_keys_of_every_command_without_a_run(tmp_path: Path) -> None:
     dfo("config", "show")
     dfo("config", "docs")
     dfo("config", "schema")
+    dfo("doctor")
     dfo("deploy", "--dry-run")
     dfo("deploy")
     (tmp_path / "sources" / "a.py").write_text("A = 2\n")
@@ -43,3 +44,4 @@ def test_the_keys_of_every_command_without_a_run(tmp_path: Path) -> None:
     dfo("lock", "take", "-m", "hands off")
     dfo("lock", "break")
     dfo("status")
+    dfo("status", "--all")

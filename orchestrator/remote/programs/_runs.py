@@ -1,7 +1,10 @@
+# uses: _units
 # Finding a run and reading where it really stands; shared by the programs that look at runs.
 TERMINAL = ("succeeded", "failed", "stopped")
 # A run whose folder is older than this and that still has no state never came to life.
 BIRTH = 60.0
+# The wall clock may be corrected by so many seconds and still be of the same boot.
+CLOCK_SLACK = 60.0
 MARK = b"DFO_RUN_ID="
 TAIL = 64 * 1024
 
@@ -48,9 +51,27 @@ def run_state(folder):
     state = _read_state(folder) or state
     if state.get("state") in TERMINAL:
         return state
-    # The first process of this boot is gone: the container was restarted, and everything in it ended then.
-    reason = "supervisor_died" if is_alive(state.get("init")) else "container_restarted"
-    return dict(state, state="failed", reason=reason, ended=state.get("updated"))
+    return dict(state, state="failed", ended=state.get("updated"), **_found_dead(state))
+
+
+def _found_dead(state):
+    """Why a run ended whose supervisor could not say so: `reason`, and `details` with what was found out."""
+    # When the first process of that time is gone, the container was restarted, and everything in it ended then.
+    if not is_alive(state.get("init")):
+        moved = abs(state.get("booted", kernel_booted()) - kernel_booted())
+        return {"reason": "node_rebooted" if moved > CLOCK_SLACK else "container_restarted"}
+    seen = unit_end(state["unit"]) if state.get("unit") else {}
+    if seen.get("oom"):
+        return {"reason": "out_of_memory", "signal": signal.SIGKILL}
+    return {
+        "reason": "supervisor_died",
+        "details": dict(state.get("details") or {}, supervisor_signal=seen.get("signal")),
+    }
+
+
+def kernel_booted():
+    """When the kernel started, in unix seconds: LXC gives each start of a container a boot_id, but not this clock."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _read_state(folder):
@@ -144,6 +165,7 @@ def describe_run(root, number, marked):
         "stage": stage,
         "exit_code": state.get("exit_code"),
         "signal": state.get("signal"),
+        "unit": state.get("unit"),
         "release": spec.get("release", "unknown"),
         "devices": spec.get("devices", []),
         "gpus": spec.get("gpus", []),

@@ -1,4 +1,4 @@
-# uses: _lock _runs _devices
+# uses: _lock _runs _devices _core _units
 # Starts a run. `prepare` looks and changes nothing, `resume` reads an earlier run, `start` does it under the lock.
 import re
 import tempfile
@@ -33,13 +33,14 @@ def prepare(request):
         if not request.get("dry_run"):
             raise
         passed = {"exit_code": 0, "stderr": ""}
-        fields = missing.fields
-        return {"release": None, "check": passed, "plain_check": None, "problem": fields, "gpus": []}
+        unknown = {"release": None, "plain_check": None, "gpus": [], "variables": None}
+        return dict(unknown, check=passed, problem=missing.fields)
     folder = os.path.join(request["root"], "releases", release)
-    check = check_config(request["config"], folder)
+    environment = request["environment"]
+    check = check_config(request["config"], folder, environment)
     # With overrides the text is not the user's file; if that fails alike, its line numbers are the useful ones.
     written = request.get("written")
-    plain = check_config(written, folder) if check["exit_code"] and written is not None else None
+    plain = check_config(written, folder, environment) if check["exit_code"] and written is not None else None
     table = gpu_table() if gpu_numbers(request["devices"]) else []
     problem = device_problem(request["root"], request["devices"], table)
     return {
@@ -48,27 +49,16 @@ def prepare(request):
         "plain_check": plain,
         "problem": problem.fields if problem else None,
         "gpus": table,
+        "variables": json_from_core(folder, ["environment"], environment, CHECK_S),
     }
 
 
-def check_config(text, release):
+def check_config(text, release, environment):
     """What the release's own `check` says about a configuration: exit code and stderr."""
-    environment = dict(os.environ, PYTHONPATH=release, PYTHONDONTWRITEBYTECODE="1")
     with tempfile.TemporaryDirectory(prefix="dfo-check-") as folder:
-        argv = [sys.executable, "-m", "dflash_core", "check", "--config", STDIN, "--run-dir", folder]
-        try:
-            done = subprocess.run(
-                argv,
-                input=text.encode(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                cwd=release,
-                env=environment,
-                timeout=CHECK_S,
-            )
-        except subprocess.TimeoutExpired:
-            return {"exit_code": 124, "stderr": "no answer after %d s" % CHECK_S}
-    return {"exit_code": done.returncode, "stderr": done.stderr.decode("utf-8", "replace")[-8000:]}
+        words = ["check", "--config", STDIN, "--run-dir", folder]
+        answer = ask_core(release, words, environment, CHECK_S, text)
+    return {"exit_code": answer["exit_code"], "stderr": answer["stderr"]}
 
 
 def resume(request):
@@ -197,8 +187,17 @@ def claim_number(root, staging, spec):
 
 
 def start_supervisor(folder, request):
+    """As a unit of systemd if that was asked for and can be had, else as a process of its own."""
+    spec = request["spec"]
     environment = dict(os.environ, **request["secrets"])
-    environment["DFO_RUN_ID"] = request["spec"]["marker"]
+    environment["DFO_RUN_ID"] = spec["marker"]
+    if request["units"] and can_have_units():
+        name = "dfo-%s-%s.service" % (os.path.basename(folder), spec["marker"])
+        complaint = start_unit(name, folder, environment, spec["stop"]["grace"])
+        if not complaint:
+            return
+        with open(os.path.join(folder, "logs", "launch.log"), "a") as log:
+            log.write("systemd-run says: %s; the run goes on without a unit\n" % complaint)
     subprocess.run(
         [sys.executable, "-I", os.path.join(folder, "supervisor.py"), folder, "--detach"],
         cwd=folder,

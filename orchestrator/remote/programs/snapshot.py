@@ -1,50 +1,7 @@
-# uses: _devices
+# uses: _devices _runs _core _cache _system
 # What is installed and running in the target, as the interpreter that trains sees it.
-import glob
 import importlib.metadata
-import importlib.util
 import platform
-
-PROBE = r"""
-import json, sys
-out = {}
-try:
-    import torch
-    out["version"] = torch.__version__
-    out["git_version"] = torch.version.git_version
-    out["cuda"] = torch.version.cuda
-    out["hip"] = getattr(torch.version, "hip", None)
-    out["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    out["cxx11_abi"] = torch.compiled_with_cxx11_abi()
-    out["arch_list"] = torch.cuda.get_arch_list() if torch.cuda.is_available() else []
-    out["cuda_available"] = torch.cuda.is_available()
-    out["gpu_count"] = torch.cuda.device_count()
-    out["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-except BaseException as error:
-    out["import_error"] = "%s: %s" % (type(error).__name__, error)
-json.dump(out, sys.stdout)
-"""
-
-
-def run_quiet(argv, timeout):
-    """(exit code, stdout, stderr); exit code None when it cannot run or does not end."""
-    try:
-        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, "", str(error)
-    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-
-
-def torch_facts():
-    """Asked in a child: an import that crashes or hangs is itself a finding."""
-    if importlib.util.find_spec("torch") is None:
-        return None
-    code, out, err = run_quiet([sys.executable, "-I", "-c", PROBE], 180)
-    try:
-        return json.loads(out)
-    except ValueError:
-        last = (err.strip().splitlines() or ["no message"])[-1]
-        return {"import_error": "the import ended with exit code %s: %s" % (code, last[:500])}
 
 
 def origin_of(distribution):
@@ -77,14 +34,6 @@ def packages():
     return [found[key] for key in sorted(found)]
 
 
-def first_line(path, prefix=""):
-    try:
-        with open(path) as file:
-            return next((line.strip() for line in file if line.startswith(prefix)), None)
-    except OSError:
-        return None
-
-
 GPU_FIELDS = ("index", "name", "uuid", "memory.total", "compute_cap", "driver_version")
 
 
@@ -94,26 +43,9 @@ def gpus():
 
 
 def driver(cards):
-    """Kernel module against library: a host upgrade changes only the first."""
-    line = first_line("/proc/driver/nvidia/version", "NVRM")
-    words = [word for word in (line or "").split() if word[:1].isdigit() and "." in word]
-    return {
-        "kernel_module": words[0] if words else None,
-        "library": cards[0]["driver_version"] if cards else None,
-    }
-
-
-def file_system(path):
-    """(type, mount point) of the deepest mount that holds `path`."""
-    best = ("", None)
-    with open("/proc/self/mounts", "rb") as file:
-        for line in file:
-            _, mount, kind = [part.decode(errors="replace") for part in line.split()[:3]]
-            mount = mount.replace("\\040", " ")
-            inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best[0]):
-                best = (mount, kind)
-    return best[1]
+    """Kernel module against library: an upgrade of the node changes only the first, and silences nvidia-smi."""
+    library = (library_version() or {}).get("version") or (cards[0]["driver_version"] if cards else None)
+    return {"kernel_module": kernel_module(), "library": library}
 
 
 def folder_facts(path):
@@ -127,13 +59,18 @@ def folder_facts(path):
 
 
 def cache_facts(root):
-    cache = os.path.join(root, "shared", "cache")
-    facts = {name: folder_facts(os.path.join(cache, name)) for name in ("inductor", "triton")}
-    pattern = os.path.join(glob.escape(cache), "inductor", "warmup-*.json")
-    records = [read_json(path) or {} for path in glob.glob(pattern)]
-    newest = max(records, key=lambda record: record.get("created", 0), default={})
-    base = cache if os.path.isdir(cache) else os.path.dirname(root)
-    return dict(facts, file_system=file_system(base), warmup_fingerprint=newest.get("digest"))
+    """Size of the cache that was filled last, and the records of all."""
+    records, home, newest = [], cache_home(root), "none"
+    for name in store_names(root):
+        found = records_in(store_path(root, name))
+        if found and found[-1]["created"] >= max([record["created"] for record in records], default=0):
+            newest = name
+        records += found
+    facts = {name: folder_facts(os.path.join(home, newest, name)) for name in ("inductor", "triton")}
+    records.sort(key=lambda record: record["created"])
+    base = home if os.path.isdir(home) else os.path.dirname(root)
+    fingerprint = records[-1]["digest"] if records else None
+    return dict(facts, file_system=file_system(base), warmup_fingerprint=fingerprint, records=records)
 
 
 def memory_facts():

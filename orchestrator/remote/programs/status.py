@@ -1,8 +1,16 @@
 # uses: _runs _devices
-# Where the runs stand: one of them, the newest few, and always those that are alive.
+# Where the runs stand: one of them, the newest few, and always those that are alive. With `every`, again and again
+# after so many seconds, until nobody listens any more.
 
 
 def work(request, payload):
+    while request.get("every"):
+        emit("status", **look(request))
+        time.sleep(request["every"])
+    return look(request)
+
+
+def look(request):
     root = request["root"]
     marked = marked_processes()
     if request.get("run") is not None:

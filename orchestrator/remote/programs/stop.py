@@ -17,6 +17,9 @@ def work(request, payload):
         ask(folder, request["by"], grace)
         wait_for_end(folder, grace + MARGIN)
     left = clear(spec.get("marker"), grace)
+    unit = run_state(folder).get("unit")
+    if unit:
+        end_unit(unit)  # also what shed the mark of its run
     audit(root, "stop", by=request["by"], command=request["command"], run=number)
     after = describe_run(root, number, marked_processes())
     mine = gpu_numbers(after["devices"])

@@ -1,13 +1,12 @@
-# uses: _runs
+# uses: _runs _prctl
 # Stands beside one run until its last process is gone, and alone writes its state.json.
 #
-#     python -I supervisor.py RUN_DIR [--detach]
+#     python -I supervisor.py RUN_DIR [--detach | --unit NAME]
 #
-# Without --detach it stays in the foreground, as a systemd unit wants it. The run's secrets are in its environment.
+# With --detach it leaves its caller, else it stays in the foreground. As the unit NAME of systemd it reads the run's
+# environment, a line of JSON, from its stdin; the secrets are in it.
 # It knows the run from run.json, starts launch.sh beside it, and is asked to stop by SIGTERM; a file `stop` in the
 # folder says who asked and how long the grace is.
-import ctypes
-
 TICK = 0.25
 HEARTBEAT = 3.0
 INDEX_EVERY = 1.0
@@ -16,7 +15,6 @@ KILL_PATIENCE = 10.0
 FULL = 1 << 20  # a file system with less than this free counts as full
 # state.json is padded to this size: on a full disk it can then still be written, in place.
 STATE_SIZE = 1024
-SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCHED = (*ASKED, signal.SIGCHLD)
 
@@ -35,12 +33,6 @@ STATE_OF_REASON = {
     "terminated": "stopped",
 }
 WARMUP_EXIT = 10
-
-
-def prctl(option, value):
-    """Best effort: without it, orphans of the run are found by their environment instead."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def out_of_memory_kills():
@@ -118,7 +110,7 @@ class StateFile:
 
 
 class Supervisor:
-    def __init__(self, folder):
+    def __init__(self, folder, unit=None):
         self.folder = folder
         self.spec = read_json(os.path.join(folder, "run.json"))
         self.file = StateFile(folder)
@@ -143,6 +135,8 @@ class Supervisor:
             "signal": None,
             "supervisor": process_identity(os.getpid()),
             "init": process_identity(1),
+            "booted": kernel_booted(),
+            "unit": unit,
             "started": now,
             "ended": None,
             "updated": now,
@@ -352,14 +346,25 @@ def detach(folder):
     os.closerange(3, 256)
 
 
-def supervise(folder, detached):
-    if detached:
+def take_environment():
+    """What the launch wants the run to see, and nothing of systemd's."""
+    wanted = json.loads(sys.stdin.readline())
+    os.environ.clear()
+    os.environ.update(wanted)
+
+
+def supervise(folder, words):
+    unit = None
+    if "--detach" in words:
         detach(folder)
+    elif "--unit" in words:
+        unit = words[words.index("--unit") + 1]
+        take_environment()
     # Blocked, so that they wait for `sigtimedwait` instead of interrupting a write.
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     prctl(SET_CHILD_SUBREAPER, 1)
-    Supervisor(folder).live()
+    Supervisor(folder, unit).live()
 
 
 if __name__ == "__main__":
-    supervise(os.path.abspath(sys.argv[1]), "--detach" in sys.argv[2:])
+    supervise(os.path.abspath(sys.argv[1]), sys.argv[2:])

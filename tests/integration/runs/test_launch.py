@@ -50,7 +50,21 @@ def test_dry_run_shows_everything_and_changes_nothing(bench: Bench, monkeypatch:
         assert done.returncode == 0 and tree() == before
         assert "s3cr3t-value" not in out + err
         assert "***" in out and "print hello" in out and "stage train || exit" in out
-    assert json.loads(out)["result"]["plan"]["environment"] == {"TOKEN": "***", "PLAIN": "a b"}
+        assert f"{bench.root}/shared/cache/compile/fake/triton" in out
+    plan = json.loads(out)["result"]["plan"]
+    assert plan["environment"] == {"TOKEN": "***", "PLAIN": "a b"}
+    assert plan["variables"] == {"TRITON_CACHE_DIR": f"{bench.root}/shared/cache/compile/fake/triton"}
+
+
+def test_a_cold_cache_is_refused_by_flag_or_by_the_inventory(bench: Bench) -> None:
+    bench.configure(train=[])
+    done = bench.dfo("launch", "--require-warm")
+    assert done.communicate(timeout=30) and done.returncode == 0
+    bench.wait(1)
+    bench.run()
+    bench.launch["warmup"] = {"when_cold": "refuse"}
+    bench.run()
+    assert ["requiring a warm cache" in bench.log(run, "train") for run in (1, 2, 3)] == [True, False, True]
 
 
 def test_a_typo_in_the_configuration_is_found_before_anything_starts(bench: Bench) -> None:

@@ -97,14 +97,14 @@ def test_the_environment_reaches_the_stages_and_secrets_touch_no_file(
     nasty = 'it\'s $(id) "`x`"\n%s \\ !'
     monkeypatch.setenv("LAPTOP_TOKEN", "s3cr3t-value")
     bench.env = {"GREETING": nasty, "TOKEN": {"env": "LAPTOP_TOKEN"}, "TRITON_CACHE_DIR": "/elsewhere"}
-    names = ["GREETING", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "LAPTOP_TOKEN"]
+    names = ["GREETING", "TRITON_CACHE_DIR", "DFLASH_CACHE_DIR", "LAPTOP_TOKEN"]
     # The stage proves that it has the secret without printing it.
     bench.configure(train=[f"environ {name}" for name in names], export=["environ TOKEN"])
     bench.run()
     log = bench.log(1, "train")
     assert f"GREETING={nasty}\n" in log
     assert "TRITON_CACHE_DIR=/elsewhere\n" in log
-    assert f"TORCHINDUCTOR_CACHE_DIR={bench.root}/shared/cache/inductor\n" in log
+    assert f"DFLASH_CACHE_DIR={bench.root}/shared/cache\n" in log
     assert "LAPTOP_TOKEN=None\n" in log, "the laptop's own variables stay on the laptop"
     assert bench.log(1, "export").endswith("TOKEN=s3cr3t-value\n")
     (bench.folder(1) / "logs" / "export.log").unlink()

@@ -2,7 +2,8 @@
 
 An action is a word or a word with an argument: print TEXT, sleep SECONDS, exit CODE, die SIGNAL, stubborn (ignore
 TERM), polite CODE (exit with it on TERM), daemon SECONDS (a grandchild in a session of its own that ignores TERM and
-holds our output open), chatter MB (of output), events N, checkpoint STEP, environ NAME.
+holds our output open), scrubbed SECONDS (one without our environment), chatter MB and stream MB (of output, at once or
+slowly), hog MB (of memory), lines N (with the time of each), events N, checkpoint STEP, environ NAME.
 """
 
 import argparse
@@ -42,9 +43,33 @@ def daemon(seconds: str) -> None:
         os._exit(0)
 
 
+def scrubbed(seconds: str) -> None:
+    if os.fork() == 0:
+        os.setsid()
+        os.execve("/bin/sleep", ["sleep", seconds], {})
+
+
+def hog(megabytes: str) -> None:
+    held = [b"x" * (1 << 20) for _ in range(int(megabytes))]
+    print(len(held), flush=True)
+
+
+def lines(count: str) -> None:
+    for _ in range(int(count)):
+        print(f"{time.time():.6f}", flush=True)
+        time.sleep(0.07)
+
+
 def chatter(megabytes: str) -> None:
     for _ in range(int(megabytes) * 1024):
         os.write(1, b"x" * 1023 + b"\n")
+
+
+def stream(megabytes: str) -> None:
+    """Lines that are all different, in bursts that take half a minute for 50 MB."""
+    for part in range(int(megabytes) * 4):
+        os.write(1, b"".join(b"%08d " % part + os.urandom(507).hex().encode() + b"\n" for _ in range(256)))
+        time.sleep(0.02)
 
 
 def events(run: Path, count: str) -> None:
@@ -77,7 +102,7 @@ def act(action: str, run: Path) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(argument)))
     elif word == "environ":
         print(f"{argument}={os.environ.get(argument)}", flush=True)
-    elif word in {"daemon", "chatter"}:
+    elif word in {"daemon", "scrubbed", "chatter", "stream", "hog", "lines"}:
         globals()[word](argument)
     else:
         globals()[word](run, argument)
@@ -86,10 +111,14 @@ def act(action: str, run: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("stage")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--config")
+    parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--require-warm", action="store_true")
     arguments = parser.parse_args()
+    if arguments.stage == "environment":
+        print(json.dumps({"TRITON_CACHE_DIR": os.environ["DFLASH_CACHE_DIR"] + "/compile/fake/triton"}))
+        return
     config = check(arguments.config)
     if arguments.stage == "check":
         return
@@ -97,6 +126,8 @@ def main() -> None:
     if arguments.stage in {"preflight", "train"} and not arguments.resume:
         # As the real core: a folder with checkpoints is only entered when that was asked for.
         assert not (arguments.run_dir / "checkpoints" / "latest").exists(), "unannounced checkpoint"
+    if arguments.require_warm:
+        print("requiring a warm cache", flush=True)
     if arguments.resume:
         print("resuming", (arguments.run_dir / "checkpoints" / "latest").read_text().strip(), flush=True)
     for action in config.get(arguments.stage) or []:

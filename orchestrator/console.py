@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
+from orchestrator.errors import DfoError, UsageError
 from orchestrator.terminal import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-
-    from orchestrator.errors import DfoError
 
 JSON_SCHEMA = "dfo/1"
 
@@ -91,6 +90,22 @@ class Console:
         for row in [header, *rows]:
             line = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
             _print(line.rstrip(), self.out)
+
+    def fresh_page(self) -> None:
+        """Clear the terminal for a table that is drawn again and again; in a file, an empty line parts them."""
+        if self.json:
+            return
+        print("\033[H\033[J" if _can_draw(self.out) else "", end="" if _can_draw(self.out) else "\n", file=self.out)
+
+    def confirm(self, question: str, *, otherwise: str) -> bool:
+        """Ask at the terminal; anything but yes is no. Raises UsageError `usage` where nobody can answer, with
+        `otherwise` as the fix.
+        """
+        if self.json or not sys.stdin.isatty():
+            why = "`--json` asks nothing" if self.json else "there is no terminal to ask on"
+            raise UsageError("usage", f"cannot ask: {question}", why=why, fix=otherwise)
+        print(f"{question} [y/N] ", end="", file=self.err, flush=True)
+        return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:

@@ -54,6 +54,8 @@ class UsageError(DfoError):
             "unknown_target",
             "unknown_run",
             "unknown_release",
+            "unknown_cache",
+            "archive_invalid",
             "config_invalid",
             "file_exists",
             "secret_missing",
@@ -91,6 +93,8 @@ class ConnectError(DfoError):
             "host_key_unknown",
             "login_refused",
             "connection_lost",
+            "certificate_untrusted",
+            "api_refused",
         }
     )
 
@@ -103,6 +107,7 @@ class PreflightError(DfoError):
         {
             "container_stopped",
             "container_missing",
+            "cluster_not_ready",
             "not_permitted",
             "no_python",
             "old_python",
@@ -110,12 +115,18 @@ class PreflightError(DfoError):
             "read_only",
             "device_in_use",
             "device_missing",
+            "cache_busy",
+            "cache_exists",
+            "cache_elsewhere",
             "run_alive",
             "nothing_deployed",
             "release_broken",
             "resume_impossible",
             "remote_failed",
             "root_unusable",
+            "api_forbidden",
+            "api_failed",
+            "target_unfit",
         }
     )
 

@@ -24,3 +24,8 @@ def ago(seconds: float) -> str:
 def count(number: int, one: str, many: str | None = None) -> str:
     """`1 file`, `2 files`, `3,000 files`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def token_rate(tokens_per_s: float) -> str:
+    """`950 tok/s`, `41.2k tok/s`."""
+    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"

@@ -18,14 +18,19 @@ MODULES = (
     "stop",
     "pull",
     "report",
+    "tensorboard",
     "init",
     "config",
+    "doctor",
     "env_snapshot",
     "env_diff",
+    "gpu",
+    "cache",
     "rollback",
     "releases",
     "lock",
     "audit",
+    "trust",
 )
 
 

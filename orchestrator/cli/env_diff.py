@@ -13,7 +13,8 @@ from orchestrator.cli.runtime import Runtime
 
 if TYPE_CHECKING:
     from orchestrator.console import Console
-    from orchestrator.environment.drift import Finding
+    from orchestrator.environment.caches import CacheRecord
+    from orchestrator.environment.findings import Finding
 
 BeforeArg = Annotated[Path, typer.Argument(metavar="BEFORE", help="A saved snapshot")]
 NowArg = Annotated[
@@ -30,9 +31,17 @@ def env_diff(rt: Runtime, before: BeforeArg, now: NowArg = None, target: TargetO
     old = snapshot.load(before)
     new = snapshot.load(now) if now else snapshot.take(rt.session)
     findings = drift.differences(old, new)
+    saved = [] if now else _saved(rt.target.name)
     rt.console.data(_count(findings))
-    show(rt.console, findings, standing=drift.faults(new))
+    show(rt.console, findings, standing=[*drift.faults(new), *drift.useless_archives(saved, new)])
     finish(rt.console, findings, against=str(before))
+
+
+def _saved(target: str) -> list[CacheRecord]:
+    """The warm-ups in the caches of a target that are saved on this machine."""
+    from orchestrator.compile_cache import archive
+
+    return [r for _, manifest in archive.saved_in(archive.default_folder(target)) for r in manifest.records]
 
 
 def _count(findings: list[Finding]) -> str:

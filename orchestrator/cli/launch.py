@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from orchestrator.runs.launch import LaunchPlan
 
 WarmupOpt = Annotated[bool, typer.Option("--warmup-first", help="Compile every kernel once, in order, before training")]
+RequireWarmOpt = Annotated[
+    bool, typer.Option("--require-warm", help="Refuse to train on a cold compile cache (launch.warmup.when_cold)")
+]
 ResumeOpt = Annotated[
     int | None,
     typer.Option("--resume", metavar="RUN", help="Go on from the newest checkpoint of RUN, with its configuration"),
@@ -41,6 +44,7 @@ def launch(
     rt: Runtime,
     target: TargetArg = None,
     warmup_first: WarmupOpt = False,
+    require_warm: RequireWarmOpt = False,
     dry_run: DryRunOpt = False,
     resume: ResumeOpt = None,
     sets: SetOpt = None,
@@ -51,6 +55,7 @@ def launch(
     from orchestrator.cli.steps import show_waiting
     from orchestrator.runs.launch import prepare, start
 
+    rt.override("launch.warmup.when_cold", "refuse" if require_warm else None, "--require-warm")
     where, console = rt.target, rt.console
     with console.step("check") as step:
         plan = prepare(rt.session, where, warmup=warmup_first, sets=sets or (), resume=resume, dry_run=dry_run)
@@ -104,7 +109,8 @@ def _show(console: Console, plan: LaunchPlan) -> None:
     console.data("# --- run.yaml " + "-" * 60)
     console.data(plan.config.text.rstrip("\n"))
     console.data("# --- environment " + "-" * 57)
-    for name, value in plan.environment.items():
+    # What the inventory sets wins; the core only fills in.
+    for name, value in {**plan.variables, **plan.environment}.items():
         console.data(f"{name}={value}")
     console.data("# --- launch.sh " + "-" * 59)
     console.data(plan.files["launch.sh"].rstrip("\n"))

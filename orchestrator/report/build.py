@@ -62,6 +62,7 @@ def build(
         "seconds": _seconds(files.status, now, clock_from),
         "model": text_at(files.config, "target", "gguf_file") or text_at(files.config, "target", "path"),
         **_curves(steps, evals),
+        "throughput": _throughput(list(steps.values())),
         **_evaluation(files.evaluation, evals),
         "stages": stage_times(files.stages),
         "environment": snapshot.as_dict() if snapshot is not None else None,
@@ -139,6 +140,23 @@ def _curves(steps: Mapping[int, Json], evals: Mapping[int, Json]) -> dict[str, o
             for step in sorted({*steps, *evals})
         ],
     }
+
+
+def _throughput(steps: Sequence[Json]) -> dict[str, Any]:
+    """Means over the run, without its first step, which pays for what happens once."""
+    usual = steps[1:] or steps
+    names = ("targets_tokens_per_s", "drafters_tokens_per_s", "queue_wait_s")
+    shares_of = [mapping(step.get("device_idle")) for step in usual]
+    devices = dict.fromkeys(device for shares_ in shares_of for device in shares_)
+    return {
+        **{name: _mean([number(step, name) for step in usual]) for name in names},
+        "device_idle": {device: _mean([number(found, device) for found in shares_of]) for device in devices},
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _evaluation(evaluation: Json, evals: Mapping[int, Json]) -> dict[str, object]:

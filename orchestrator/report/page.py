@@ -14,7 +14,7 @@ from orchestrator.report.build import missing
 from orchestrator.report.figures import charts, clock
 from orchestrator.resources import bundled
 from orchestrator.terminal import printable_lines
-from orchestrator.words import count, size
+from orchestrator.words import count, size, token_rate
 
 Report = Mapping[str, Any]
 
@@ -196,6 +196,7 @@ def _setup_rows(report: Report) -> list[tuple[str, str]]:
     rows = [
         ("training steps", f"{report['train_steps']:,}" if report["train_steps"] is not None else None),
         ("devices", ", ".join(report["devices"]) or None),
+        *_throughput_rows(report["throughput"]),
         *(
             (key.replace("_", " "), f"{settings[key]:g}" if settings[key] is not None else None)
             for key in ("block_size", "max_new_tokens", "temperature")
@@ -204,6 +205,17 @@ def _setup_rows(report: Report) -> list[tuple[str, str]]:
         ("how it ended", report["sentence"]),
     ]
     return [(name, value) for name, value in rows if value is not None]
+
+
+def _throughput_rows(found: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    rates = {role: found[f"{role}_tokens_per_s"] for role in ("targets", "drafters")}
+    idle = {device: share for device, share in found["device_idle"].items() if share is not None}
+    wait = found["queue_wait_s"]
+    return [
+        ("speed", ", ".join(f"{role} {token_rate(rate)}" for role, rate in rates.items() if rate is not None) or None),
+        ("wait for features", None if wait is None else f"{wait:.2g} s per batch"),
+        ("idle", ", ".join(f"{device} {share:.0%}" for device, share in idle.items()) or None),
+    ]
 
 
 def _environment_rows(snapshot: Mapping[str, Any] | None) -> list[tuple[str, str]]:

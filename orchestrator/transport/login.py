@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import paramiko
+from paramiko.pkey import UnknownKeyType
 
 from orchestrator.errors import ConnectError
 from orchestrator.transport.route import Hop
@@ -60,6 +61,8 @@ class Login:
         except (paramiko.PasswordRequiredException, TypeError):
             self._unusable.append(f"{path} has a passphrase")
             self._locked = self._locked or path
+        except UnknownKeyType:
+            self._unusable.append(f"{path} is of a kind that paramiko does not know")
         except (paramiko.SSHException, OSError, ValueError) as error:
             self._unusable.append(f"{path}: {error}")
         return None

@@ -35,8 +35,8 @@ class _Broken:
         for chunk in self.stream:
             if left is not None and len(chunk) >= left:
                 self.owner.drops += 1
-                os.kill(self.stream._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-                self.stream._process.wait()  # type: ignore[attr-defined]
+                os.kill(self.stream._pipes.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                self.stream._pipes.process.wait()  # type: ignore[attr-defined]
                 yield chunk[:left]
                 return
             left = left - len(chunk) if left is not None else None

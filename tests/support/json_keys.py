@@ -15,9 +15,10 @@ FILE = Path(__file__).parents[1] / "data" / "json_keys.json"
 
 
 def check_keys(words: Sequence[str], answer: dict[str, Any]) -> None:
-    """Compare a successful answer with what is frozen for its command (a dry run is a form of its own)."""
+    """Compare a successful answer with what is frozen for its command; a dry run and `--all` are forms of their own."""
     dry = " --dry-run" if {"-n", "--dry-run"} & set(words) else ""
-    form = f"{answer['command']}{dry}"
+    every = " --all" if "--all" in words else ""
+    form = f"{answer['command']}{every}{dry}"
     keys = sorted(answer["result"])
     frozen: dict[str, list[str]] = json.loads(FILE.read_text()) if FILE.exists() else {}
     if os.environ.get("UPDATE_SNAPSHOTS") == "1":

@@ -243,7 +243,17 @@ EVALUATION = [
 ]
 REPORT = [
     ("orchestrator/report/build.py", name)
-    for name in ("build", "_headlines", "_curves", "_evaluation", "_run", "_prompt", "_data_set", "stage_times")
+    for name in (
+        "build",
+        "_headlines",
+        "_curves",
+        "_throughput",
+        "_evaluation",
+        "_run",
+        "_prompt",
+        "_data_set",
+        "stage_times",
+    )
 ]
 WRITTEN = {
     "The target's folder": [
@@ -262,10 +272,12 @@ WRITTEN = {
     "evaluation.json": [*EVALUATION, ("dflash_core/prompt_sets.py", "_record")],
     "warmup.json": [
         ("dflash_core/compile/warmup.py", "write_record"),
-        ("dflash_core/compile/warmup.py", "fingerprint"),
+        ("dflash_core/compile/fingerprint.py", "fingerprint"),
+        ("dflash_core/cli.py", "_print_cache"),
     ],
     "report.json": REPORT,
     "Environment snapshot": [(f"{PROGRAMS}/snapshot.py", "work"), (f"{PROGRAMS}/snapshot.py", "cache_facts")],
+    "Saved caches": [("orchestrator/compile_cache/archive.py", "Manifest.as_dict")],
 }
 FIELDS = {
     "Checkpoints": [
@@ -274,9 +286,13 @@ FIELDS = {
     ],
     "The target's folder": [("orchestrator/deploy/sources.py", "Entry")],
     "warmup.json": [("dflash_core/pipeline/rehearsal.py", "RehearsalEntry")],
+    "Saved caches": [("orchestrator/compile_cache/archive.py", "Manifest")],
     "Environment snapshot": [
-        ("orchestrator/environment/snapshot.py", name)
-        for name in ("Python", "Package", "Torch", "Driver", "Folder", "Caches", "Cpu", "Memory", "Disk", "System")
+        ("orchestrator/environment/node.py", "NodeRecord"),
+        *(
+            ("orchestrator/environment/snapshot.py", name)
+            for name in ("Python", "Package", "Torch", "Driver", "Folder", "Caches", "Cpu", "Memory", "Disk", "System")
+        ),
     ],
 }
 
@@ -304,7 +320,8 @@ def test_every_event_of_the_core_is_listed_with_its_keys() -> None:
     for event, keys in keyword_calls(sorted((ROOT / "dflash_core").rglob("*.py")), "emit"):
         emitted.setdefault(event, set()).update(keys)
     emitted["step"] |= keys_written("dflash_core/progress.py", "_summary") | {"lr", "grad_norm"}
-    emitted["warmup_step"] |= class_fields("dflash_core/pipeline/rehearsal.py", "RehearsalEntry")
+    emitted["warmup_step"] |= class_fields("dflash_core/pipeline/rehearsal.py", "RehearsalEntry") | {"misses"}
+    emitted["environment"] |= keys_written("dflash_core/compile/environment.py", "describe")
     assert rows.keys() == emitted.keys()
     for event, keys in emitted.items():
         assert keys <= rows[event], f"{event}: not in docs/formats.md: {sorted(keys - rows[event])}"

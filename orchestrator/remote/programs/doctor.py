@@ -6,6 +6,7 @@ import resource
 
 CU_INIT = "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"
 TORCH_S = 90
+SYSTEMD_S = 10
 UNLIMITED = 1 << 60
 
 
@@ -13,8 +14,8 @@ def init_facts():
     """`state`: what systemd says of itself, None without systemd; `failed`: its units that failed."""
     if not os.path.isdir("/run/systemd/system"):
         return {"name": first_line("/proc/1/comm"), "state": None, "failed": []}
-    _, state, _ = run_quiet(["systemctl", "is-system-running"], CHILD_S)
-    _, units, _ = run_quiet(["systemctl", "--failed", "--plain", "--no-legend", "--no-pager"], CHILD_S)
+    _, state, _ = run_quiet(["systemctl", "is-system-running"], SYSTEMD_S)
+    _, units, _ = run_quiet(["systemctl", "--failed", "--plain", "--no-legend", "--no-pager"], SYSTEMD_S)
     names = [line.split()[0] for line in units.splitlines() if line.split()]
     return {"name": first_line("/proc/1/comm"), "state": state.strip() or "no answer", "failed": names}
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.console import Console
-from orchestrator.errors import ConnectError, Interrupted, UsageError
+from orchestrator.errors import ConnectError, DeadlineError, Interrupted, UsageError
 from orchestrator.remote.wire import Record
 from orchestrator.runs.follow import LogRequest, parse_from, parse_since
 from orchestrator.runs.reconnect import DELAYS, Backoff, is_transient, listen
@@ -91,6 +91,7 @@ def test_only_the_network_is_worth_another_try() -> None:
     assert is_transient(failed("connection_lost")) and is_transient(failed("unreachable"))
     assert not is_transient(failed("host_key_mismatch")) and not is_transient(failed("login_refused"))
     assert not is_transient(UsageError("usage", "x", why="y", fix="z"))
+    assert is_transient(DeadlineError("deadline", "a channel did not open", why="y", fix="z"))
 
 
 def test_silence_is_counted_only_while_listening() -> None:

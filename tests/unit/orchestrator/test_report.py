@@ -103,6 +103,25 @@ def report(**change: Any) -> dict[str, Any]:
 # --- report.json ----------------------------------------------------------------------------------------------------
 
 
+def test_throughput_leaves_the_first_step_out_and_every_device_in() -> None:
+    def step(number: int, rate: object, **idle: object) -> dict[str, Any]:
+        rates = {"targets_tokens_per_s": rate, "drafters_tokens_per_s": rate, "queue_wait_s": 0.5}
+        return {"event": "step", "step": number, **rates, "device_idle": idle}
+
+    events = [step(1, 10.0, cpu=0.9), step(2, 1000.0, cpu=0.2), step(3, 3000.0, cpu=0.4, gpu="?"), step(4, "fast")]
+    found = report(events=events)
+    assert found["throughput"] == {
+        "targets_tokens_per_s": 2000.0,
+        "drafters_tokens_per_s": 2000.0,
+        "queue_wait_s": 0.5,
+        "device_idle": {"cpu": pytest.approx(0.3), "gpu": None},
+    }
+    page = render(found)
+    assert "targets 2.0k tok/s, drafters 2.0k tok/s" in page and "cpu 30%" in page and "0.5 s per batch" in page
+    assert report()["throughput"]["device_idle"] == {}
+    assert "tok/s" not in render(report())
+
+
 def test_the_headline_numbers() -> None:
     found = report()
     assert {

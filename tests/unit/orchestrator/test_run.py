@@ -8,17 +8,18 @@ import pytest
 
 from orchestrator.errors import KINDS, UsageError
 from orchestrator.remote.wire import source_of
+from orchestrator.runs.choice import RunChoice, parse_run
 from orchestrator.runs.run import (
     OUTCOMES,
     EndReason,
     Outcome,
     Retry,
-    RunChoice,
     RunState,
     RunStatus,
     duration,
-    parse_run,
 )
+from orchestrator.runs.status import OVERVIEW, TargetStatus, overview
+from orchestrator.runs.status import details as lines_about
 
 
 def described(**changes: Any) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def described(**changes: Any) -> dict[str, Any]:
         "release": "20261130-1612-9f3c1a",
         "devices": ["cuda:0"],
         "now": 1000.0,
+        "unit": "dfo-57-5bd1e995.service",
         "started": 100.0,
         "ended": None,
         "updated": 990.0,
@@ -98,7 +100,9 @@ def test_the_supervisor_knows_the_same_reasons_and_states() -> None:
     assert set(EndReason) - set(known) == {
         EndReason.NEVER_STARTED,
         EndReason.SUPERVISOR_DIED,
+        EndReason.CONTAINER_STOPPED,
         EndReason.CONTAINER_RESTARTED,
+        EndReason.NODE_REBOOTED,
         EndReason.UNREACHABLE,
     }
     states = set(remote_names("supervisor")["STATE_OF_STAGE"].values())
@@ -134,6 +138,30 @@ def test_an_error_event_explains_better_than_the_last_line() -> None:
 )
 def test_exit_like_run(changes: dict[str, Any], code: int) -> None:
     assert RunStatus.from_dict(described(**changes)).exit_like_run == code
+
+
+def test_a_supervisor_that_died_says_what_systemd_saw() -> None:
+    dead = {"state": "failed", "reason": "supervisor_died"}
+    alone = RunStatus.from_dict(described(**dead, details={"supervisor_signal": None})).sentence("lab")
+    assert ": the process is gone and left no final state; " in alone
+    seen = RunStatus.from_dict(described(**dead, details={"supervisor_signal": 9})).sentence("lab")
+    assert ": SIGKILL ended it, says systemd; it is gone and left no final state; " in seen
+
+
+def table_of(*runs: dict[str, Any]) -> list[dict[str, str]]:
+    found = TargetStatus(release=None, runs=tuple(RunStatus.from_dict(run) for run in runs), gpus=[])
+    return [dict(zip(OVERVIEW, line, strict=True)) for line in overview(found, "lab")]
+
+
+def test_the_overview_has_what_is_alive_else_the_newest() -> None:
+    step = {"step": 3, "tokens_per_s": 41200.0, "queue_wait_s": 0.02, "device_idle": {"cuda:0": 0.1, "cuda:1": 0.3}}
+    ended = described(run=58, state="succeeded", reason="finished", ended=900.0, step=step)
+    (line,) = table_of(described(step=step), ended)
+    assert (line["RUN"], line["RATE"], line["WAIT"], line["IDLE"]) == ("57", "41.2k tok/s", "0.02 s", "20%")
+    (line,) = table_of(ended)
+    assert (line["RUN"], line["STATE"], line["RATE"]) == ("58", "succeeded", "-")
+    assert table_of()[0]["LAST LINE"] == "nothing was launched yet"
+    assert overview(None, "lab")[0][-1] == "…"
 
 
 def test_words_that_nobody_knows_are_refused() -> None:
@@ -181,3 +209,25 @@ def test_two_of_a_kind_are_one_too_many(words: list[str], target: str | None) ->
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def shown(step: dict[str, Any]) -> dict[str, str]:
+    """The lines of `dfo status RUN` about a run with this last step, by their names."""
+    run = RunStatus.from_dict(described(step={"step": 140, "loss": 2.101, "tokens_per_s": 41200.0} | step))
+    lines = lines_about(TargetStatus(release=None, runs=(run,), gpus=[]), run, "lab")
+    return {line[:10].strip(): line[10:] for line in lines}
+
+
+def test_rates_of_both_roles_and_idle_devices_are_shown() -> None:
+    rates = {"targets_tokens_per_s": 41250.0, "drafters_tokens_per_s": 950.0, "queue_wait_s": 0.0213}
+    lines = shown({**rates, "device_idle": {"cuda:0": 0.034, "cuda:5": 0.5}, "compiles": 0})
+    assert lines["step"] == "step 140  loss 2.101  41.2k tok/s"
+    assert lines["rates"] == "targets 41.2k tok/s, drafters 950 tok/s, queue wait 0.021 s, idle cuda:0 3%, cuda:5 50%"
+    assert "compiles" not in lines
+    assert shown({"compiles": 2})["compiles"] == "2 after the warm-up: some shape was not warmed up"
+
+
+def test_rates_of_the_wrong_kind_are_left_out() -> None:
+    lines = shown({"targets_tokens_per_s": "much", "queue_wait_s": None, "device_idle": [1], "compiles": "x"})
+    assert "rates" not in lines and "compiles" not in lines
+    assert shown({"device_idle": {"cuda:0": "all"}, "queue_wait_s": 1.0})["rates"] == "queue wait 1 s"

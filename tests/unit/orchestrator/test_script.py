@@ -20,11 +20,12 @@ VALUES: dict[str, Any] = {
     "release": "/opt/dfo/releases/20261130-1612-9f3c1a",
     "python": "/opt/venv/bin/python",
     "cache": "/opt/dfo/shared/cache",
-    "gpus": "0,1,2,3",
+    "visible": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
     "env": {"NCCL_NVLS_ENABLE": "0", "GREETING": "it's $(id)"},
     "secrets": ["HF_TOKEN"],
     "stages": ("preflight", "warmup", "train", "evaluate", "export"),
     "warmup_required": True,
+    "warmth_required": False,
     "resume": False,
 }
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]))
@@ -44,9 +45,9 @@ def test_the_script_of_a_launch(snapshot: SnapshotAssertion) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stages": ("train",), "gpus": None, "env": {}, "secrets": []},
+        {"stages": ("train",), "visible": {}, "env": {}, "secrets": []},
         {"warmup_required": False},
-        {"resume": True},
+        {"resume": True, "warmth_required": True},
         {"release": "/opt/my dfo's/releases/x", "env": {"A": "\n", "B": "'"}},
     ],
 )

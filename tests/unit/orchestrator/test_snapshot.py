@@ -9,10 +9,12 @@ import venv
 from pathlib import Path
 
 import pytest
+from support.cache_target import CacheTarget, record_of
 
 from orchestrator.environment import drift, requirements_lock, snapshot
+from orchestrator.environment.caches import CacheRecord
 from orchestrator.environment.drift import Severity
-from orchestrator.environment.snapshot import Folder, Snapshot
+from orchestrator.environment.snapshot import Snapshot
 from orchestrator.errors import PreflightError, UsageError
 from orchestrator.session import Session
 from orchestrator.transport.local import LocalTransport
@@ -60,15 +62,29 @@ def test_a_snapshot_of_this_interpreter_is_true(tmp_path: Path) -> None:
     assert not taken.caches.inductor.exists
 
 
-def test_cache_folders_are_measured(tmp_path: Path) -> None:
-    inductor = tmp_path / "shared" / "cache" / "inductor"
-    inductor.mkdir(parents=True)
-    (inductor / "kernel").write_bytes(b"x" * 1000)
-    (inductor / "warmup-1.json").write_text('{"digest": "old", "created": 1}')
-    (inductor / "warmup-2.json").write_text('{"digest": "abc", "created": 2}')
+def test_the_library_is_what_the_loader_finds_and_not_what_the_kernel_module_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an upgrade of the node nvidia-smi says nothing, and the file is all there is."""
+    (tmp_path / "libcuda.so.570.86.15").touch()
+    (tmp_path / "libcuda.so.1").symlink_to("libcuda.so.570.86.15")
+    ldconfig = tmp_path / "ldconfig"
+    ldconfig.write_text(f"#!/bin/sh\nprintf '\\tlibcuda.so.1 (libc6,x86-64) => {tmp_path}/libcuda.so.1\\n'\n")
+    ldconfig.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert snapshot.take(session(sys.executable, tmp_path)).driver.library == "570.86.15"
+
+
+def test_caches_are_measured_and_their_records_kept(tmp_path: Path) -> None:
+    lab = CacheTarget(tmp_path, tmp_path / "project")
+    old, new = lab.fill("py3.12-torch2.10.0", age=900.0, torch="2.10.0"), lab.fill()
+    (lab.store() / "inductor" / "warmup-0123456789abcdef.json").write_text('{"digest": "damaged"}')
     caches = snapshot.take(session(sys.executable, tmp_path)).caches
-    assert caches.inductor == Folder(path=str(inductor), exists=True, bytes=1062, files=3)
-    assert caches.warmup_fingerprint == "abc"
+    assert [record.digest for record in caches.records] == [old["digest"], new["digest"]]
+    assert caches.records[1].fingerprint == new["fingerprint"] and caches.records[1].entries == 1
+    assert caches.warmup_fingerprint == new["digest"]
+    assert caches.inductor.path == str(lab.store() / "inductor") and caches.inductor.files == 4
+    assert caches.triton.bytes == 504
 
 
 def test_an_environment_without_torch_is_said_not_hidden(tmp_path: Path) -> None:
@@ -187,6 +203,52 @@ def test_a_cache_on_a_network_file_system_is_a_risk() -> None:
     caches = recorded("clean").caches.model_copy(update={"file_system": "nfs4"})
     found = list(drift.faults(recorded("clean").model_copy(update={"caches": caches})))
     assert [f.what for f in found] == ["cache file system"]
+
+
+def made_with(snap: Snapshot, age: float = 0.0, **parts: object) -> CacheRecord:
+    """A warm-up in the environment of `snap`."""
+    devices = {f"cuda:{gpu['index']}": gpu["name"] for gpu in snap.gpus}
+    found = record_of(1000.0 - age, **{**snap.installed.versions, "devices": devices, **parts})
+    kept = {key: found[key] for key in ("digest", "created", "seconds", "fingerprint")}
+    return CacheRecord(**kept, entries=1)
+
+
+def caching(snap: Snapshot, *records: CacheRecord) -> Snapshot:
+    return snap.model_copy(update={"caches": snap.caches.model_copy(update={"records": list(records)})})
+
+
+def test_a_cache_that_became_useless_is_named_with_the_reason() -> None:
+    snap = recorded("one-h200")
+    record = made_with(snap)
+    before = caching(snap, record)
+    after = with_version(torch_with(before, cuda="12.8"), "torch", "2.99.0")
+    finding = find(drift.differences(before, after), f"cache {record.name}")
+    assert finding.severity is Severity.COLD
+    torch = snap.version_of("torch")
+    assert finding.after == f"useless: torch {torch} -> 2.99.0; cuda 13.0 -> 12.8"
+    other = snap.model_copy(update={"gpus": [{**snap.gpus[0], "name": "NVIDIA B200"}]})
+    finding = find(drift.differences(before, caching(other, record)), f"cache {record.name}")
+    assert finding.after == "useless: GPU NVIDIA H200 -> NVIDIA B200"
+
+
+def test_a_lost_cache_is_named_and_one_more_is_no_difference() -> None:
+    snap = recorded("one-h200")
+    record = made_with(snap)
+    [lost] = drift.differences(caching(snap, record), snap)
+    assert (lost.what, lost.change) == (
+        f"cache {record.name}",
+        "warm -> gone",
+    ) and "dfo cache restore" in lost.consequence
+    assert drift.differences(snap, caching(snap, record)) == []
+    useless = made_with(snap, torch="1.0")
+    assert drift.differences(caching(snap, useless), snap) == [], "it was of no use before"
+
+
+def test_a_saved_cache_is_compared_with_what_is_installed() -> None:
+    snap = recorded("one-h200")
+    assert list(drift.useless_archives([made_with(snap)], snap)) == []
+    [found] = drift.useless_archives([made_with(snap, triton="1.0")], snap)
+    assert found.what.startswith("saved cache ") and "triton 1.0 -> " in str(found.after)
 
 
 def answering(root: Path, answer: dict[str, object]) -> Session:

@@ -14,7 +14,7 @@ from orchestrator.cli.entry import BROKEN_PIPE
 from orchestrator.console import JSON_SCHEMA
 from orchestrator.errors import KINDS
 from orchestrator.inventory.docs import entries
-from orchestrator.inventory.models import InventoryFile, LocalTarget
+from orchestrator.inventory.models import InventoryFile, Target
 
 SNAPSHOT = Path(__file__).parents[2] / "data" / "surface.json"
 
@@ -49,7 +49,7 @@ def surface() -> dict[str, Any]:
             "failure": ["schema", "command", "ok", "exit_code", "error"],
             "error": ["kind", "what", "why", "fix"],
         },
-        "inventory": {e.key: e.kind for e in (*entries(InventoryFile), *entries(LocalTarget, "targets.NAME."))},
+        "inventory": {e.key: e.kind for e in (*entries(InventoryFile), *entries(Target, "targets.NAME."))},
     }
 
 

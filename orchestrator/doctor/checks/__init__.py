@@ -1,0 +1,1 @@
+"""Judging facts: pure functions, one for each check."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_core.objective.labels import IGNORED_LABEL
+from dflash_core.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class ScoredRows:
             index, rows_per_block = rows[supervised], supervised.sum(dim=1).tolist()
         cuts = _cut(rows_per_block, capacity)
         pieces = [F.pad(index[span], (0, -(span.stop - span.start) % multiple)) for span, _ in cuts]
-        chosen = _move(torch.cat([index[:0], *pieces]), device).split([len(piece) for piece in pieces])
-        known = _move(labels.masked_fill(~supervised, IGNORED_LABEL), device)
+        chosen = to_device(torch.cat([index[:0], *pieces]), device).split([len(piece) for piece in pieces])
+        known = to_device(labels.masked_fill(~supervised, IGNORED_LABEL), device)
         return ScoredRows(known, list(zip(chosen, (blocks for _, blocks in cuts), strict=True)), capacity)
 
 
@@ -69,10 +70,3 @@ def _cut(rows_per_block: list[int], limit: int) -> list[tuple[slice, slice]]:
 
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: a copy from pageable memory would."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -131,7 +131,7 @@ class Site:
         limit = time.monotonic() + patience
         while (found := self.traces()) and time.monotonic() < limit:
             time.sleep(0.05)
-        assert not found
+        assert not found, found
 
     def traces(self) -> list[str]:
         left = sorted(set(self.node.leftovers()) - self._at_start)

@@ -73,9 +73,9 @@ def test_a_secret_is_in_no_file_and_for_nobody_to_read(site: RunSite, monkeypatc
         ["systemctl", "cat", unit],
         ["ps", "axww", "-o", "args"],
         ["journalctl", "--no-pager"],
-        ["grep", "-rs", "-D", "skip", "horse", "/run", "/tmp", "/etc", site.root],
+        ["grep", "-rs", "-D", "skip", "correct-horse", "/run", "/tmp", "/etc", site.root],
     ):
-        assert b"horse" not in site.container.run(look, check=False).stdout, look
+        assert b"correct-horse" not in site.container.run(look, check=False).stdout, look
     assert not list(site.container.root.glob("run/dfo-*"))
     site.result("stop", str(run), "lab", "--now")
 

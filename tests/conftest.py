@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis without a deadline, because a busy machine is not a failure; kernels on a CPU; Ctrl-C."""
+"""What every test shares: kernels on a CPU, Ctrl-C, hypothesis without a deadline (a busy machine is not a failure)."""
 
 import os
 import signal

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from orchestrator.errors import DfoError
+from orchestrator.errors import DeadlineError, PreflightError
 from orchestrator.session import Session
 from orchestrator.transport import container_of
 from orchestrator.words import size
@@ -68,7 +68,7 @@ def _obstacle(node: Node, vmid: int, archive: int) -> str | None:
     try:
         look = ("sh", "-c", _LOOK, "look", str(vmid), FOLDERS)
         said = node.run(look, deadline=ASK_DEADLINE).stdout.decode(errors="replace")
-    except DfoError as error:
+    except (DeadlineError, PreflightError) as error:  # a connection that broke is no reason for another method
         return f"`{node.label}` does not say how much room it has ({error.why})"
     free = re.search(r"^free ([0-9]+)$", said, re.MULTILINE)
     if free is None:

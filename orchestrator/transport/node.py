@@ -21,12 +21,13 @@ ASK_DEADLINE = 60.0
 FOLDERS = "/var/tmp"
 _FOLDER = re.compile(rb"^(/var/tmp/dfo-[A-Za-z0-9]{10})$", re.MULTILINE)
 #: Lives as long as its stdin: if the laptop dies or the line breaks, sshd closes it, and the folder is gone. A folder
-#: that outlived its guard (a power cut) is known by its free lock, and removed by the next guard.
+#: that outlived its guard (a power cut) is known by its free lock, and removed by the next guard. It is renamed before
+#: it goes: a file that an orphan of ours makes at that moment would keep it alive.
 _GUARD = (
-    f"find {FOLDERS} -maxdepth 1 -type d -name 'dfo-??????????' -user \"$(id -u)\" -mmin +1 "
+    f"find {FOLDERS} -maxdepth 1 -type d -name 'dfo-??????????*' -user \"$(id -u)\" -mmin +1 "
     "-exec flock -n {} rm -rf {} \\; 2>/dev/null; "
     f'd=$(mktemp -d {FOLDERS}/dfo-XXXXXXXXXX) || exit; exec 9<"$d"; flock 9; '
-    "trap 'rm -rf \"$d\"' EXIT; trap 'exit 1' HUP INT TERM PIPE; "
+    'trap \'mv "$d" "$d.gone" && rm -rf "$d.gone"\' EXIT; trap \'exit 1\' HUP INT TERM PIPE; '
     'printf "\\n%s\\n" "$d"; cat >/dev/null'
 )
 _WRITE = 'umask 077; set -C; cat > "$1"'

@@ -28,7 +28,7 @@ from orchestrator.transport.link import GOODBYE, MAX_CHANNELS, not_started, with
 from orchestrator.transport.login import Login
 from orchestrator.transport.route import Hop, Route
 from orchestrator.transport.streaming import CHUNK
-from orchestrator.transport.trouble import lost, unreachable
+from orchestrator.transport.trouble import lost, said, unreachable
 
 if TYPE_CHECKING:
     from orchestrator.inventory.reach import SshConfig
@@ -86,7 +86,7 @@ class ParamikoLink:
         reason: BaseException | None = None
         with contextlib.suppress(IndexError):
             reason = self._connections[-1].transport.get_exception()
-        return lost(self.label, str(reason) if reason else "the other side closed it before the command had ended")
+        return lost(self.label, said(reason) if reason else "the other side closed it before the command had ended")
 
     def close(self) -> None:
         connections, self._connections = self._connections, []
@@ -113,7 +113,7 @@ class ParamikoLink:
     def _no_channel(self, error: Exception) -> ConnectError:
         if isinstance(error, ChannelException):
             return lost(self.label, f"the server refuses another channel: {error.text} (MaxSessions of its sshd)")
-        return lost(self.label, str(error) or type(error).__name__)
+        return lost(self.label, said(error))
 
 
 def connect(hops: tuple[Hop, ...], check_for: Callable[[Hop], HostKeyCheck], ssh: SshConfig) -> list[Connection]:

@@ -34,7 +34,7 @@ def _reason(hop: Hop, error: BaseException, limits: SshTimeouts | None) -> tuple
         return f"the hop before it cannot connect: {error.text}", "check the host and port behind the jump host"
     if isinstance(error, TimeoutError):
         return str(error) if limits is None else f"no answer in {limits.connect:g} s", network
-    text = str(error) or type(error).__name__
+    text = said(error)
     if text == "No existing session" and limits is not None:  # paramiko's words for a key exchange that took too long
         return f"no agreement on keys in {limits.connect:g} s", network
     if "banner" in text:
@@ -44,6 +44,12 @@ def _reason(hop: Hop, error: BaseException, limits: SshTimeouts | None) -> tuple
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
         return f"paramiko and this server share no algorithm: {text}", "set `ssh.client` to openssh"
     return text, network
+
+
+def said(error: BaseException) -> str:
+    """What paramiko means; at an end of file it says nothing."""
+    closed = "the other end closed the connection"
+    return closed if isinstance(error, EOFError) else str(error) or type(error).__name__
 
 
 def refused(hop: Hop, offered: Sequence[str], more: Sequence[str], *, locked: Path | None = None) -> ConnectError:

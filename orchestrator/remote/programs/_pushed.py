@@ -19,8 +19,10 @@ def arriving(root, request, payload):
         with agreed(path, request, payload) as archive:
             yield archive
     finally:
-        with uninterrupted():
-            shutil.rmtree(folder, ignore_errors=True)
+        with uninterrupted(), contextlib.suppress(OSError):
+            # Renamed before it goes: a file that a late push makes at that moment would keep it alive.
+            os.rename(folder, folder + ".gone")
+            shutil.rmtree(folder + ".gone", ignore_errors=True)
 
 
 def agreed(path, request, payload):

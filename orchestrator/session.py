@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import ConnectError, DeadlineError, DfoError, PreflightError, from_dict
 from orchestrator.remote.wire import Decoder, Record, WireError, argv_for, source_of, stdin_for
 from orchestrator.transport.base import Completed, Stream, Transport
+from orchestrator.words import first_problem
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def _silent(_text: str, _level: int) -> None:
@@ -122,9 +127,14 @@ class Session:
         return self._no_answer(program, f"exit code {ended.returncode}: {last}")
 
     def _no_answer(self, program: str, why: str) -> DfoError:
-        return PreflightError(
-            "remote_failed",
-            f"`{program}` gave no answer on `{self.name}`",
-            why=why,
-            fix="run it again with `-vv`; if it repeats, report it with that output",
-        )
+        return _remote_failed(f"`{program}` gave no answer on `{self.name}`", why)
+
+
+def unreadable(what: str, error: ValidationError) -> PreflightError:
+    """The error for an answer that came, and is not of the shape it should have."""
+    return _remote_failed(f"{what} is not readable", first_problem(error))
+
+
+def _remote_failed(what: str, why: str) -> PreflightError:
+    fix = "run it again with `-vv`; if it repeats, report it with that output"
+    return PreflightError("remote_failed", what, why=why, fix=fix)

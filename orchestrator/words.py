@@ -1,6 +1,11 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and what a check of data complains about."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def size(num_bytes: float) -> str:
@@ -29,3 +34,9 @@ def count(number: int, one: str, many: str | None = None) -> str:
 def token_rate(tokens_per_s: float) -> str:
     """`950 tok/s`, `41.2k tok/s`."""
     return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+
+
+def first_problem(error: ValidationError) -> str:
+    """`releases.0.id: Field required`: the first thing that is wrong, and where."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orchestrator.environment.caches import CacheRecord, Digest
 from orchestrator.errors import TransferError, UsageError
 from orchestrator.runs.part import laptop_disk
-from orchestrator.words import size
+from orchestrator.words import first_problem, size
 
 SCHEMA = "dfo-cache/1"
 BLOCK = 1 << 20
@@ -77,10 +77,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"its schema is not {SCHEMA!r}")
         return Manifest.model_validate(body)
     except (OSError, ValueError, RecursionError) as error:
-        why = str(error).splitlines()[0]
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
         raise UsageError(
             "archive_invalid",
             f"`{path}` does not describe a saved cache",

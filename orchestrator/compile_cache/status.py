@@ -11,7 +11,7 @@ from orchestrator.errors import PreflightError, UsageError
 from orchestrator.inventory.models import ResolvedTarget
 from orchestrator.runs.launch import core_environment
 from orchestrator.runs.run_config import read_run_config
-from orchestrator.session import Session
+from orchestrator.session import Session, unreadable
 from orchestrator.terminal import printable
 from orchestrator.words import ago, size
 
@@ -127,13 +127,7 @@ def fetch(session: Session, target: ResolvedTarget) -> CacheStatus:
     try:
         return CacheStatus.model_validate(session.call("cache", request, deadline=DEADLINE))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise PreflightError(
-            "remote_failed",
-            f"what `{session.name}` says about its caches is not readable",
-            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            fix="run it again with `-vv`; if it repeats, report it with that output",
-        ) from error
+        raise unreadable(f"what `{session.name}` says about its caches", error) from error
 
 
 def refuse_other_places(target: ResolvedTarget) -> None:

@@ -14,14 +14,14 @@ from pydantic import ValidationError
 
 from orchestrator.compile_cache.archive import Manifest, blocks_of, verify, write_manifest
 from orchestrator.compile_cache.status import refuse_other_places
-from orchestrator.errors import PreflightError, TransferError
+from orchestrator.errors import TransferError
 from orchestrator.inventory.models import ResolvedTarget
 from orchestrator.owner import owner_for
 from orchestrator.remote.wire import Record
 from orchestrator.runs.launch import core_environment
 from orchestrator.runs.part import laptop_disk
 from orchestrator.runs.reconnect import listen
-from orchestrator.session import Session
+from orchestrator.session import Session, unreadable
 from orchestrator.words import size
 
 DEADLINE = 120.0
@@ -160,13 +160,7 @@ def _manifest(session: Session, store: str, answer: Mapping[str, Any]) -> Manife
             **{key: answer.get(key) for key in ("sha256", "bytes", "unpacked", "files", "path", "records")},  # type: ignore[arg-type]
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise PreflightError(
-            "remote_failed",
-            f"what `{session.name}` says about its cache is not readable",
-            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            fix="run it again with `-vv`; if it repeats, report it with that output",
-        ) from error
+        raise unreadable(f"what `{session.name}` says about its cache", error) from error
     newest = described.records[-1].name if described.records else "cold"
     # The end of the name is of the content: what was saved before is never overwritten by something else.
     return described.model_copy(update={"archive": f"{store}-{newest}-{described.sha256[:8]}.tar.gz"})

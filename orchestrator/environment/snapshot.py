@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from orchestrator.environment.caches import CacheRecord, Installed
 from orchestrator.environment.node import NodeRecord, look
-from orchestrator.errors import PreflightError, UsageError
-from orchestrator.session import Session
+from orchestrator.errors import UsageError
+from orchestrator.session import Session, unreadable
+from orchestrator.words import first_problem
 
 SCHEMA: Literal["dfo-environment/1"] = "dfo-environment/1"
 #: Importing torch from a cold disk is what takes long.
@@ -156,13 +157,7 @@ def take(session: Session) -> Snapshot:
     try:
         return Snapshot.model_validate({"target": session.name, "taken": taken, **facts, "node": node})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise PreflightError(
-            "remote_failed",
-            f"the snapshot of `{session.name}` is not readable",
-            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            fix="run it again with `-vv`; if it repeats, report it with that output",
-        ) from error
+        raise unreadable(f"the snapshot of `{session.name}`", error) from error
 
 
 def save(snapshot: Snapshot, path: Path) -> str:
@@ -185,10 +180,7 @@ def load(path: Path) -> Snapshot:
             raise ValueError(f"its schema is {body.get('schema')!r}, not {SCHEMA!r}")
         return Snapshot.model_validate({("schema_" if k == "schema" else k): v for k, v in body.items()})
     except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
         raise UsageError(
             "snapshot_invalid",
             f"`{path}` is not a snapshot",

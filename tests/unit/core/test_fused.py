@@ -25,19 +25,23 @@ def fused(monkeypatch):
     return lambda on: monkeypatch.setattr(plain, "can_fuse", lambda rows, *, biased: on)
 
 
-def loss_and_grads(bench, row, positions=POSITIONS):
-    """Loss, hidden states and the gradient of every parameter."""
-    bench.drafter.zero_grad()
-    anchors = bench.anchors(row, positions)
-    labels, supervised = block_labels(row.input_ids, row.loss_mask, row.document_ids, anchors, bench.config.block_size)
+def hidden_states(bench, row, anchors):
     layout = anchors.layout(bench.config.block_size).to(DEVICE)
-    hidden = bench.drafter(
+    return bench.drafter(
         bench.embeds(row, anchors).to(DEVICE),
         bench.drafter.context_features(row.taps.to(DEVICE)),
         layout=layout,
         block_positions=layout.positions(),
         context_positions=row.position_ids.to(DEVICE),
     )
+
+
+def loss_and_grads(bench, row, positions=POSITIONS):
+    """Loss, hidden states and the gradient of every parameter."""
+    bench.drafter.zero_grad()
+    anchors = bench.anchors(row, positions)
+    labels, supervised = block_labels(row.input_ids, row.loss_mask, row.document_ids, anchors, bench.config.block_size)
+    hidden = hidden_states(bench, row, anchors)
     terms = block_loss(hidden, bench.head.to(DEVICE), labels, supervised, gamma=4.0)
     terms.num.backward()
     return terms.num.detach(), hidden.detach(), [parameter.grad.clone() for parameter in bench.drafter.parameters()]
@@ -109,15 +113,7 @@ def test_a_second_backward_pass_is_refused(tiny_bench, fused):
     bench.drafter.to(DEVICE)
     fused(True)
     row = bench.row(40)
-    anchors = bench.anchors(row, POSITIONS)
-    layout = anchors.layout(4).to(DEVICE)
-    hidden = bench.drafter(
-        bench.embeds(row, anchors).to(DEVICE),
-        bench.drafter.context_features(row.taps.to(DEVICE)),
-        layout=layout,
-        block_positions=layout.positions(),
-        context_positions=row.position_ids.to(DEVICE),
-    )
+    hidden = hidden_states(bench, row, bench.anchors(row, POSITIONS))
     hidden.sum().backward(retain_graph=True)
     with pytest.raises(AssertionError, match="second one needs a new forward"):
         hidden.sum().backward()
